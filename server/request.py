@@ -1,0 +1,205 @@
+"""The words for one request, shared by every layer: what is asked, what comes out, how it ends.
+
+All values are frozen. A request enters as a `GenerationRequest`, its tokens leave through one `OutputStream` per
+choice, and what a client sees is the sequence of `Event`s those streams emit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, NewType, Protocol
+
+from server.errors import TwinpaneError
+
+RequestId = NewType("RequestId", str)
+
+MAX_SEED = 2**63 - 1
+
+
+class FinishReason(StrEnum):
+    """Why a choice ended by itself. A cancelled or failed choice has no finish reason."""
+
+    STOP = "stop"
+    LENGTH = "length"
+
+
+# --- what a conversation is ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolCall:
+    """A call that an earlier assistant turn made. `arguments` is the JSON text as the client sent it."""
+
+    id: str
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Message:
+    """One turn. `texts` are its text parts in order; an empty tuple is a turn without content.
+
+    role: "system", "user", "assistant" or "tool" ("developer" and "function" are mapped when parsed).
+    """
+
+    role: str
+    texts: tuple[str, ...] = ()
+    name: str | None = None
+    reasoning: str | None = None
+    tool_calls: tuple[ToolCall, ...] = ()
+    tool_call_id: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conversation:
+    """What the chat template renders. `template_kwargs` never overrides the messages or the generation prompt."""
+
+    messages: tuple[Message, ...]
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+
+# --- how tokens are chosen and when they stop ---------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How the next token is chosen from logits; a pure function of (logits, seed, choice, position).
+
+    temperature 0 is greedy. top_k 0 keeps every token. logprobs is the number of alternatives to report with each
+    sampled token, None for none at all. seed is always set here: a request without one got a random one at the border.
+    Penalties follow OpenAI (presence, frequency: over the output) and Keskar et al., arXiv 1909.05858 (repetition:
+    over prompt and output).
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    seed: int = 0
+    logprobs: int | None = None
+
+    @property
+    def counts_tokens(self) -> bool:
+        """Whether the sampler must know which tokens the prompt and the output hold."""
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StopRules:
+    """When a choice ends. `max_tokens` is already clamped to the context; `stop_token_ids` holds the end-of-sequence
+    ids unless the request ignores them. Before `min_tokens` outputs, stop ids are not sampled and stop strings do not
+    match."""
+
+    max_tokens: int
+    min_tokens: int = 0
+    stop_token_ids: frozenset[int] = frozenset()
+    stop: tuple[str, ...] = ()
+    include_stop: bool = False
+
+
+# --- what comes out -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampledToken:
+    """One token as the device chose it. logprob and top (id, log-probability; best first) only where asked for.
+
+    Log-probabilities are those of the model: log-softmax of the unscaled fp32 logits, before penalties and filters.
+    """
+
+    token_id: int
+    logprob: float | None = None
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogprobEntry:
+    """A sampled token with its text for the wire: the token's own bytes, and (bytes, log-probability) alternatives."""
+
+    token: bytes
+    logprob: float
+    top: tuple[tuple[bytes, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextDelta:
+    """New visible text of a choice. `logprobs` belong to the tokens that this text completes, in order."""
+
+    choice: int
+    text: str
+    logprobs: tuple[LogprobEntry, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChoiceFinished:
+    """A choice ended by itself. `matched` is the stop string or the stop token id (not end-of-sequence) that ended it.
+
+    output_tokens counts every sampled token of the choice, the one that ended it included.
+    """
+
+    choice: int
+    reason: FinishReason
+    matched: str | int | None
+    output_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChoiceFailed:
+    """A choice ended by a fault. The whole request is over: the engine cancels its other choices."""
+
+    choice: int
+    error: TwinpaneError
+
+
+Event = TextDelta | ChoiceFinished | ChoiceFailed
+
+
+class OutputStream(Protocol):
+    """Where the tokens of one choice go. Called on the event loop, synchronously, and never blocks.
+
+    Exactly one of these ends a stream: `push` returning a reason, `fail`, or `cancel`. Afterwards nothing is emitted.
+    """
+
+    def push(self, token: SampledToken) -> FinishReason | None:
+        """Take the next token; a returned reason says that the choice is over and later tokens are not wanted."""
+        ...
+
+    def fail(self, error: TwinpaneError) -> None:
+        """End the choice with an error."""
+        ...
+
+    def cancel(self) -> None:
+        """End the choice in silence: nobody is listening any more."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationRequest:
+    """A request that passed the border: tokens, rules, and one output stream per choice.
+
+    prompt_tokens is never empty and every id is below the vocabulary size. arrival_s is on the engine's monotonic clock.
+    """
+
+    request_id: RequestId
+    prompt_tokens: tuple[int, ...]
+    sampling: SamplingParams
+    stop: StopRules
+    outputs: tuple[OutputStream, ...]
+    arrival_s: float
+    priority: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineLimits:
+    """What the border checks a request against. context_tokens is the smaller of the model's limit and KV memory."""
+
+    context_tokens: int
+    vocab_size: int
