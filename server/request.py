@@ -185,7 +185,7 @@ class OutputStream(Protocol):
 class GenerationRequest:
     """A request that passed the border: tokens, rules, and one output stream per choice.
 
-    prompt_tokens is never empty and every id is below the vocabulary size. arrival_s is on the engine's monotonic clock.
+    prompt_tokens is never empty and every id is below the vocabulary size. arrival_s is on the engine's clock.
     """
 
     request_id: RequestId
@@ -203,3 +203,57 @@ class EngineLimits:
 
     context_tokens: int
     vocab_size: int
+
+
+class EngineState(StrEnum):
+    """loading -> ready -> draining -> stopped; failed from anywhere, for good."""
+
+    LOADING = "loading"
+    READY = "ready"
+    DRAINING = "draining"
+    STOPPED = "stopped"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineHealth:
+    """What `/health` and `/ready` are answered from. idle_s: seconds since the loop last finished a step, or 0 when
+    there is nothing to do: it grows only while work waits and nothing moves."""
+
+    state: EngineState
+    running: int
+    waiting: int
+    idle_s: float
+
+
+class Engine(Protocol):
+    """What the HTTP layer sees of the engine. Every method is synchronous, never blocks, and is called on the loop."""
+
+    @property
+    def limits(self) -> EngineLimits: ...
+
+    def now(self) -> float:
+        """The engine's monotonic clock, for GenerationRequest.arrival_s."""
+        ...
+
+    def submit(self, request: GenerationRequest) -> None:
+        """Accept a request, or raise TooLong, Overloaded or Unavailable and keep no trace of it."""
+        ...
+
+    def cancel(self, request_id: RequestId) -> None:
+        """End every choice of a request in silence, in any phase. Unknown and ended ids are ignored."""
+        ...
+
+    def health(self) -> EngineHealth: ...
+
+    def begin_drain(self) -> None:
+        """Refuse new requests from now on; what was accepted runs to its end."""
+        ...
+
+    async def drained(self) -> None:
+        """Return when nothing accepted is left."""
+        ...
+
+    def fail_all(self, error: TwinpaneError) -> None:
+        """End every request that is left with this error."""
+        ...
