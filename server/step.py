@@ -69,10 +69,12 @@ class RowPlan:
 
     samples: the row reaches the end of what is known, so its last position yields a token.
     suppress_stop: the token must not be one of the slot's stop ids (fewer than min_tokens so far).
+    epoch counts the sequence's admissions: a result of an earlier one is dropped.
     """
 
     slot: SlotId
     sequence: SequenceId
+    epoch: int
     start: int
     tokens: tuple[int, ...]
     samples: bool

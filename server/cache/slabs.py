@@ -1,0 +1,195 @@
+"""One arena for both kinds of page: slabs that hold one kind at a time and change kind when they are empty."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Collection
+
+from server.config import KVLayout
+from server.step import PageId, PageKind
+
+
+class _Slab:
+    """One slab. kind None: empty, belongs to nobody. `free` is a stack of free offsets, `taken` marks the others."""
+
+    __slots__ = ("free", "kind", "taken")
+
+    def __init__(self) -> None:
+        self.kind: PageKind | None = None
+        self.free: list[int] = []
+        self.taken = bytearray()
+
+    @property
+    def used(self) -> int:
+        return len(self.taken) - len(self.free)
+
+    def become(self, kind: PageKind | None, pages: int) -> None:
+        self.kind = kind
+        self.free = list(range(pages - 1, -1, -1))
+        self.taken = bytearray(pages)
+
+    def take(self) -> int:
+        offset = self.free.pop()
+        self.taken[offset] = 1
+        return offset
+
+    def give_back(self, offset: int) -> None:
+        self.taken[offset] = 0
+        self.free.append(offset)
+
+
+class SlabAllocator:
+    """Hands out page ids. Page p of a kind is page p % n of slab p // n, n pages of that kind to a slab.
+
+    Pages come from the lowest-numbered partly filled slab of their kind, then from the lowest empty slab: so a
+    sequence that runs alone never opens a new slab while one of its kind has room, and the high slabs run empty first.
+
+    Owner: KVCache, on the event-loop thread. Allocation and release cost O(log slabs).
+    """
+
+    def __init__(self, layout: KVLayout) -> None:
+        self._pages_per_slab = {
+            PageKind.FULL: layout.full_pages_per_slab,
+            PageKind.WINDOW: layout.window_pages_per_slab,
+        }
+        self._page_bytes = {PageKind.FULL: layout.full_page_bytes, PageKind.WINDOW: layout.window_page_bytes}
+        self._slab_bytes = layout.slab_bytes
+        self._slabs = [_Slab() for _ in range(layout.slab_count)]
+        self._empty = list(range(layout.slab_count))
+        # Heaps of slabs that had a free page when they were queued; an entry that has gone stale is dropped when met.
+        self._partial: dict[PageKind, list[int]] = {PageKind.FULL: [], PageKind.WINDOW: []}
+        self._queued: dict[PageKind, set[int]] = {PageKind.FULL: set(), PageKind.WINDOW: set()}
+        self._used = {PageKind.FULL: 0, PageKind.WINDOW: 0}
+        self._slabs_of = {PageKind.FULL: 0, PageKind.WINDOW: 0}
+
+    def __repr__(self) -> str:
+        full, window = self._slabs_of[PageKind.FULL], self._slabs_of[PageKind.WINDOW]
+        return f"<SlabAllocator {full} full + {window} window + {len(self._empty)} empty slabs>"
+
+    def pages_per_slab(self, kind: PageKind) -> int:
+        return self._pages_per_slab[kind]
+
+    def used_pages(self, kind: PageKind) -> int:
+        return self._used[kind]
+
+    def used_bytes(self, kind: PageKind) -> int:
+        return self._used[kind] * self._page_bytes[kind]
+
+    def stranded_bytes(self) -> int:
+        """Bytes of slabs in use that no page uses: what partly filled slabs and uneven page sizes lose."""
+        in_use = len(self._slabs) - len(self._empty)
+        return in_use * self._slab_bytes - sum(self.used_bytes(kind) for kind in PageKind)
+
+    def fits_packed(self, *, full: int, window: int) -> bool:
+        """Whether so many more pages of both kinds can be had together once used pages are moved close together."""
+        slabs = 0
+        for kind, more in ((PageKind.FULL, full), (PageKind.WINDOW, window)):
+            pages = self._used[kind] + more
+            if pages:
+                if not self._pages_per_slab[kind]:
+                    return False
+                slabs += -(-pages // self._pages_per_slab[kind])
+        return slabs <= len(self._slabs)
+
+    def fits(self, *, full: int, window: int) -> bool:
+        """Whether so many more pages of both kinds can be had together as things lie now."""
+        return self._slabs_needed(PageKind.FULL, full) + self._slabs_needed(PageKind.WINDOW, window) <= len(self._empty)
+
+    def allocate(self, kind: PageKind) -> PageId | None:
+        """A free page, or None when neither a slab of this kind nor an empty slab has one."""
+        index = self._lowest_partial(kind)
+        if index is None:
+            if not self._empty or not self._pages_per_slab[kind]:
+                return None
+            index = heapq.heappop(self._empty)
+            self._slabs[index].become(kind, self._pages_per_slab[kind])
+            self._slabs_of[kind] += 1
+            self._queue(kind, index)
+        self._used[kind] += 1
+        return PageId(index * self._pages_per_slab[kind] + self._slabs[index].take())
+
+    def release(self, kind: PageKind, page: PageId) -> None:
+        """Give a page back; a slab whose last page comes back belongs to nobody again."""
+        index, offset = divmod(page, self._pages_per_slab[kind])
+        slab = self._slabs[index]
+        assert slab.kind is kind and slab.taken[offset], f"{kind.name} page {page} is not in use"
+        slab.give_back(offset)
+        self._used[kind] -= 1
+        if slab.used:
+            self._queue(kind, index)
+        else:
+            slab.become(None, 0)
+            self._slabs_of[kind] -= 1
+            heapq.heappush(self._empty, index)
+
+    def emptiest_slab(self, kind: PageKind, pinned: Collection[PageId]) -> list[PageId] | None:
+        """Used pages of the slab that is cheapest to empty into the others of its kind; None if none can be emptied.
+
+        A slab that holds a pinned page cannot be emptied.
+        """
+        per_slab = self._pages_per_slab[kind]
+        if not per_slab:
+            return None
+        spare = self._slabs_of[kind] * per_slab - self._used[kind]
+        fixed = {page // per_slab for page in pinned}
+        movable = [
+            (slab.used, index)
+            for index, slab in enumerate(self._slabs)
+            if slab.kind is kind and index not in fixed and slab.used <= spare - len(slab.free)
+        ]
+        if not movable:
+            return None
+        _, index = min(movable)
+        taken = self._slabs[index].taken
+        return [PageId(index * per_slab + offset) for offset in range(per_slab) if taken[offset]]
+
+    def allocate_outside(self, kind: PageKind, slab_of: PageId) -> PageId:
+        """A free page of a slab of this kind other than the one that `slab_of` lies in; there must be one."""
+        avoided = slab_of // self._pages_per_slab[kind]
+        for index, slab in enumerate(self._slabs):
+            if index != avoided and slab.kind is kind and slab.free:
+                self._used[kind] += 1
+                return PageId(index * self._pages_per_slab[kind] + slab.take())
+        raise AssertionError(f"no {kind.name} page outside slab {avoided}")
+
+    def check(self) -> None:
+        """Assert that every count equals what the slabs say."""
+        used = {PageKind.FULL: 0, PageKind.WINDOW: 0}
+        slabs_of = {PageKind.FULL: 0, PageKind.WINDOW: 0}
+        empty = set()
+        for index, slab in enumerate(self._slabs):
+            if slab.kind is None:
+                assert not slab.free and not slab.taken
+                empty.add(index)
+                continue
+            assert len(slab.taken) == self._pages_per_slab[slab.kind]
+            assert sorted(slab.free) == [i for i, taken in enumerate(slab.taken) if not taken]
+            assert slab.used > 0, "an empty slab must belong to nobody"
+            assert not slab.free or index in self._queued[slab.kind], "a slab with room must be found by allocate"
+            used[slab.kind] += slab.used
+            slabs_of[slab.kind] += 1
+        assert used == self._used and slabs_of == self._slabs_of
+        assert empty == set(self._empty) and len(self._empty) == len(empty)
+        for kind in PageKind:
+            assert sorted(self._partial[kind]) == sorted(self._queued[kind])
+
+    def _queue(self, kind: PageKind, index: int) -> None:
+        if index not in self._queued[kind]:
+            self._queued[kind].add(index)
+            heapq.heappush(self._partial[kind], index)
+
+    def _lowest_partial(self, kind: PageKind) -> int | None:
+        partial = self._partial[kind]
+        while partial:
+            slab = self._slabs[partial[0]]
+            if slab.kind is kind and slab.free:
+                return partial[0]
+            self._queued[kind].discard(heapq.heappop(partial))
+        return None
+
+    def _slabs_needed(self, kind: PageKind, pages: int) -> int:
+        per_slab = self._pages_per_slab[kind]
+        beyond = pages - (self._slabs_of[kind] * per_slab - self._used[kind])
+        if beyond <= 0:
+            return 0
+        return -(-beyond // per_slab) if per_slab else len(self._slabs) + 1
