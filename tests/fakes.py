@@ -1,4 +1,4 @@
-"""Stand-ins for the parts a test does not exercise: a clock, a text service of bytes, and an engine that plays a script.
+"""Stand-ins for the parts a test does not exercise: a clock, text as bytes, and an engine that plays a script.
 
 Nothing here needs torch or a model. A token is one byte of UTF-8 text, plus an end-of-sequence id.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import codecs
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from server.errors import BadRequest, EngineFailed, Overloaded, TooLong, TwinpaneError, Unavailable
@@ -154,9 +154,6 @@ class FakeText:
 
     def output(self, *, choice: int, stop: StopRules, emit: Callable[[Event], None], logprobs: bool) -> FakeOutput:
         return FakeOutput(choice=choice, stop=stop, emit=emit, logprobs=logprobs)
-
-    async def decode_prompt(self, token_ids: Sequence[int]) -> str:
-        return bytes(t for t in token_ids if t < EOS_ID).decode("utf-8", "replace")
 
     async def _encode(self, text: str) -> tuple[int, ...]:
         if self.encode_delay_s:
