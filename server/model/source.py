@@ -270,6 +270,7 @@ def hub_failure(hub_id: str, revision: str | None, error: Exception) -> str:
     from huggingface_hub import errors
 
     at = f"{hub_id} at revision {revision}" if revision else hub_id
+    not_here = f"{at} is no folder here and not in the local hub cache"
     if isinstance(error, errors.GatedRepoError):
         return f"{hub_id} is gated: accept its terms on the hub, then set HF_TOKEN to a token of that account"
     if isinstance(error, errors.RevisionNotFoundError):
@@ -279,9 +280,9 @@ def hub_failure(hub_id: str, revision: str | None, error: Exception) -> str:
             f"{hub_id} is no folder here and not on the hub, or it is private and HF_TOKEN is missing or lacks access"
         )
     if isinstance(error, errors.OfflineModeIsEnabled) or isinstance(error.__cause__, errors.OfflineModeIsEnabled):
-        return f"{at} is no folder here and not in the local hub cache, and HF_HUB_OFFLINE forbids to fetch it"
+        return f"{not_here}, and HF_HUB_OFFLINE forbids to fetch it"
     if isinstance(error, errors.LocalEntryNotFoundError):
-        return f"{at} is no folder here and not in the local hub cache, and the hub cannot be reached ({first_line(error)})"
+        return f"{not_here}, and the hub cannot be reached ({first_line(error)})"
     return f"{at} could not be fetched: {type(error).__name__}: {first_line(error)}"
 
 
