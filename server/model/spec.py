@@ -24,12 +24,14 @@ class RopeSpec:
 
     linear_factor divides every frequency (Chen et al., arXiv 2306.15595). llama3, if set, is (factor, low_freq_factor,
     high_freq_factor, original_context): long wavelengths are divided by factor, short ones kept, smooth between.
+    divisors, if set, has one entry per frequency and divides it (GGUF stores llama3 scaling this way).
     """
 
     theta: float
     rotary_dim: int
     linear_factor: float = 1.0
     llama3: tuple[float, float, float, int] | None = None
+    divisors: tuple[float, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +66,7 @@ class DenseSpec:
 
     width: int
     activation: Activation
+    bias: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

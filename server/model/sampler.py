@@ -1,0 +1,278 @@
+"""The next token of each row: a pure function of (logits, seed, choice, position).
+
+Token v at position i gets Gumbel noise from a counter-based hash of (seed, choice, i, v); the sampled token is the
+arg-max of filtered, scaled logits plus noise, which is a draw from their softmax (Gumbel-max; Maddison et al., arXiv
+1411.0030, section 2). So equal logits give equal text, whatever the batch, and a draft can be judged by equality.
+
+Filters, in this order: penalties and bias, forbidden tokens, temperature, top-k, top-p (over what top-k left), min-p
+(relative to the most probable token).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from server.request import SampledToken
+from server.step import RowPlan, RowResult, SlotId, SlotOpening
+
+FIRST_CANDIDATES = 1024
+"""How many of the most probable tokens are sorted at first for top-p; almost always they hold the wanted mass."""
+
+_NO_TOP_K = 1 << 40
+_MASK64 = (1 << 64) - 1
+_GOLDEN = 0x9E3779B97F4A7C15
+_MIX_1 = 0xBF58476D1CE4E5B9
+_MIX_2 = 0x94D049BB133111EB
+
+
+@dataclass(slots=True)
+class _SlotState:
+    """What the sampler remembers of a slot's sequence; counts only if a penalty needs them."""
+
+    opening: SlotOpening
+    stop_ids: Tensor
+    bias: tuple[Tensor, Tensor] | None
+    output_counts: Tensor | None = None
+    seen: Tensor | None = None
+    counted: int = field(default=-1)
+
+
+class Sampler:
+    """Owner of the per-slot sampling state. Used on the device thread only."""
+
+    def __init__(self, vocab: int, device: torch.device) -> None:
+        self._vocab = vocab
+        self._device = device
+        self._slots: dict[SlotId, _SlotState] = {}
+
+    def open(self, opening: SlotOpening) -> None:
+        """A sequence enters its slot; what the slot remembered is forgotten."""
+        params = opening.sampling
+        bias = None
+        if params.logit_bias:
+            ids, values = zip(*params.logit_bias, strict=True)
+            bias = (self._tensor(ids, torch.int64), self._tensor(values, torch.float32))
+        state = _SlotState(
+            opening=opening, stop_ids=self._tensor(sorted(opening.stop_token_ids), torch.int64), bias=bias
+        )
+        if params.counts_tokens:
+            output = self._tensor(opening.output_tokens, torch.int64)
+            prompt = self._tensor(opening.prompt_tokens, torch.int64)
+            state.output_counts = torch.bincount(output, minlength=self._vocab).to(torch.float32)
+            state.seen = torch.bincount(torch.cat([prompt, output]), minlength=self._vocab) > 0
+        self._slots[opening.slot] = state
+
+    def sample(self, logits: Tensor, rows: Sequence[RowPlan]) -> list[RowResult]:
+        """One token per row. logits [R, N] fp32 belong to the last position of each row; they are overwritten.
+
+        A row whose logits are not finite fails alone. Sampling a row again gives the same token.
+        """
+        states = [self._slots[row.slot] for row in rows]
+        finite = torch.isfinite(logits.amax(dim=-1)).tolist()
+        reported = self._log_probabilities(logits, states)
+        for index, (row, state) in enumerate(zip(rows, states, strict=True)):
+            self._adjust(logits[index], state, suppress_stop=row.suppress_stop)
+        tokens = self._choose(logits, [s.opening for s in states], [row.stop for row in rows]).tolist()
+        results = []
+        for index, (row, state, token) in enumerate(zip(rows, states, tokens, strict=True)):
+            if not finite[index]:
+                results.append(RowResult(failure="the model produced logits that are not finite"))
+                continue
+            self._count(state, token, row.stop)
+            logprob, top = None, ()
+            if index in reported:
+                row_logprobs, best = reported[index]
+                logprob, top = float(row_logprobs[token]), best
+            results.append(RowResult(token=SampledToken(token_id=token, logprob=logprob, top=top)))
+        return results
+
+    # --- inside ---------------------------------------------------------------------------------------------------
+
+    def _tensor(self, values: Sequence[float], dtype: torch.dtype) -> Tensor:
+        return torch.tensor(values, dtype=dtype, device=self._device)
+
+    def _log_probabilities(
+        self, logits: Tensor, states: Sequence[_SlotState]
+    ) -> dict[int, tuple[Tensor, tuple[tuple[int, float], ...]]]:
+        """Row -> the model's log-probabilities [N] and its best tokens, before anything changes the logits."""
+        wanted = [(row, s.opening.sampling.logprobs) for row, s in enumerate(states)]
+        counts = {row: count for row, count in wanted if count is not None}
+        if not counts:
+            return {}
+        logprobs = torch.log_softmax(logits[list(counts)], dim=-1)
+        values, ids = logprobs.topk(max(1, *counts.values()), dim=-1)
+        return {
+            row: (logprobs[i], tuple(zip(ids[i, :count].tolist(), values[i, :count].tolist(), strict=True)))
+            for i, (row, count) in enumerate(counts.items())
+        }
+
+    def _adjust(self, logits: Tensor, state: _SlotState, *, suppress_stop: bool) -> None:
+        """Penalties, bias and forbidden tokens of one row, in place. logits [N]."""
+        params = state.opening.sampling
+        if state.output_counts is not None and state.seen is not None:
+            if params.repetition_penalty != 1.0:
+                penalized = torch.where(
+                    logits > 0, logits / params.repetition_penalty, logits * params.repetition_penalty
+                )
+                logits.copy_(torch.where(state.seen, penalized, logits))
+            logits -= params.frequency_penalty * state.output_counts
+            logits -= params.presence_penalty * (state.output_counts > 0)
+        if state.bias is not None:
+            ids, values = state.bias
+            logits[ids] += values
+        if suppress_stop and len(state.stop_ids) < self._vocab:
+            logits[state.stop_ids] = -math.inf
+
+    def _count(self, state: _SlotState, token: int, position: int) -> None:
+        """Remember a token for the penalties, once for each position."""
+        if state.output_counts is None or state.seen is None or state.counted == position:
+            return
+        state.counted = position
+        state.output_counts[token] += 1
+        state.seen[token] = True
+
+    def _choose(self, logits: Tensor, openings: Sequence[SlotOpening], positions: Sequence[int]) -> Tensor:
+        """Token ids [R] for adjusted logits [R, N]."""
+        chosen = logits.argmax(dim=-1)
+        filtered, free = [], []
+        for row, opening in enumerate(openings):
+            params = opening.sampling
+            if params.temperature > 0:
+                (filtered if params.top_k > 0 or params.top_p < 1 else free).append(row)
+        for rows in (filtered, free):
+            if not rows:
+                continue
+            draws = _Draws.of([openings[row] for row in rows], [positions[row] for row in rows], self._device)
+            scaled = logits[rows] / draws.temperature
+            chosen[rows] = draws.among_most_probable(scaled) if rows is filtered else draws.among_all(scaled)
+        return chosen
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Draws:
+    """Parameters of R rows to be drawn, each [R, 1]; top_k holds the vocabulary size or more where there is none."""
+
+    keys: Tensor
+    temperature: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    log_min_p: Tensor
+
+    @classmethod
+    def of(cls, openings: Sequence[SlotOpening], positions: Sequence[int], device: torch.device) -> _Draws:
+        params = [opening.sampling for opening in openings]
+        keys = [
+            _signed(noise_key(opening.sampling.seed, opening.choice, position))
+            for opening, position in zip(openings, positions, strict=True)
+        ]
+
+        def column(values: Sequence[float], dtype: torch.dtype) -> Tensor:
+            return torch.tensor(values, dtype=dtype, device=device)[:, None]
+
+        return cls(
+            keys=column(keys, torch.int64),
+            temperature=column([p.temperature for p in params], torch.float32),
+            top_k=column([p.top_k if p.top_k > 0 else _NO_TOP_K for p in params], torch.int64),
+            top_p=column([p.top_p if p.top_p < 1 else math.inf for p in params], torch.float32),
+            log_min_p=column([math.log(p.min_p) if p.min_p > 0 else -math.inf for p in params], torch.float32),
+        )
+
+    def rows(self, chosen: Tensor) -> _Draws:
+        return _Draws(
+            keys=self.keys[chosen],
+            temperature=self.temperature[chosen],
+            top_k=self.top_k[chosen],
+            top_p=self.top_p[chosen],
+            log_min_p=self.log_min_p[chosen],
+        )
+
+    def among_all(self, scaled: Tensor) -> Tensor:
+        """Draw from scaled logits [R, N] cut by min-p only -> token ids [R]."""
+        ids = torch.arange(scaled.shape[-1], device=scaled.device)
+        return (self._cut_min_p(scaled) + gumbel_noise(self.keys, ids)).argmax(dim=-1)
+
+    def among_most_probable(self, scaled: Tensor) -> Tensor:
+        """Draw from scaled logits [R, N] cut by top-k, top-p and min-p -> token ids [R].
+
+        A full sort of a large vocabulary costs more than a small model, so only FIRST_CANDIDATES are sorted; rows that
+        need more are sorted in full. Tokens that tie with the last survivor survive too, so the survivors depend on
+        the row alone.
+        """
+        whole = torch.logsumexp(scaled, dim=-1, keepdim=True)
+        count = min(FIRST_CANDIDATES, scaled.shape[-1])
+        values, ids = scaled.topk(count, dim=-1)
+        survivors, floor = self._survivors(values, whole)
+        tokens = self._draw(survivors, ids)
+        if count < scaled.shape[-1]:
+            short = (floor <= values[:, -1:]).squeeze(-1)
+            if bool(short.any()):
+                values, ids = scaled[short].sort(dim=-1, descending=True)
+                draws = self.rows(short)
+                tokens[short] = draws._draw(draws._survivors(values, whole[short])[0], ids)
+        return tokens
+
+    def _survivors(self, values: Tensor, whole: Tensor) -> tuple[Tensor, Tensor]:
+        """values [R, C] sorted from the most probable down -> the same with the losers at -inf, and the floor [R, 1]:
+        the least value that survives top-k and top-p. whole [R, 1] is the log-sum-exp of the entire row."""
+        last = values.shape[-1] - 1
+        floor = values.gather(-1, (self.top_k - 1).clamp(max=last))
+        inside = values.masked_fill(values < floor, -math.inf)
+        total = torch.where(self.top_k > last, whole, torch.logsumexp(inside, dim=-1, keepdim=True))
+        mass = torch.cumsum((inside - total).exp(), dim=-1)
+        # How many of the first tokens stay below top_p: the one after them is the one that reaches it.
+        reaching = (mass < self.top_p).sum(dim=-1, keepdim=True).clamp(max=last)
+        floor = torch.maximum(floor, values.gather(-1, reaching))
+        return self._cut_min_p(values.masked_fill(values < floor, -math.inf)), floor
+
+    def _cut_min_p(self, values: Tensor) -> Tensor:
+        return values.masked_fill(values < values.amax(dim=-1, keepdim=True) + self.log_min_p, -math.inf)
+
+    def _draw(self, values: Tensor, ids: Tensor) -> Tensor:
+        best = (values + gumbel_noise(self.keys, ids)).argmax(dim=-1, keepdim=True)
+        return ids.gather(-1, best).squeeze(-1)
+
+
+# --- noise --------------------------------------------------------------------------------------------------------
+
+
+def noise_key(seed: int, choice: int, position: int) -> int:
+    """A 64-bit key for one draw. Any change of an argument changes every bit of the noise."""
+    key = _mix(seed & _MASK64)
+    key = _mix(key ^ (choice + _GOLDEN) & _MASK64)
+    return _mix((key + (position + 1) * _GOLDEN) & _MASK64)
+
+
+def gumbel_noise(keys: Tensor, ids: Tensor) -> Tensor:
+    """Standard Gumbel noise fp32, -log(-log u), for keys [R, 1] int64 and token ids [C] or [R, C].
+
+    -log(u) is computed as -log1p(-v) with v = 1 - u, because large noise, which decides, comes from small v, and a
+    float is finest there. v lies in (0, 1). The hash is the finalizer of SplitMix64 (Steele, Lea, Flood, OOPSLA 2014,
+    "Fast splittable pseudorandom number generators") over key + id * golden ratio.
+    """
+    h = keys + (ids + 1) * _signed(_GOLDEN)
+    h = (h ^ _shift_right(h, 30)) * _signed(_MIX_1)
+    h = (h ^ _shift_right(h, 27)) * _signed(_MIX_2)
+    h = h ^ _shift_right(h, 31)
+    v = ((_shift_right(h, 11).to(torch.float32) + 0.5) * 2.0**-53).clamp(max=1 - 2.0**-24)
+    return -torch.log(-torch.log1p(-v))
+
+
+def _mix(x: int) -> int:
+    x = (x + _GOLDEN) & _MASK64
+    x = ((x ^ (x >> 30)) * _MIX_1) & _MASK64
+    x = ((x ^ (x >> 27)) * _MIX_2) & _MASK64
+    return x ^ (x >> 31)
+
+
+def _signed(x: int) -> int:
+    return x - (1 << 64) if x >= 1 << 63 else x
+
+
+def _shift_right(x: Tensor, bits: int) -> Tensor:
+    """Logical right shift of int64, whose own shift keeps the sign."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
