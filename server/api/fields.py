@@ -173,6 +173,13 @@ def empty_array(path: str) -> NoReturn:
     )
 
 
+def empty_string(path: str) -> NoReturn:
+    invalid(
+        path,
+        f"Invalid '{path}': empty string. Expected a string with minimum length 1, but got an empty string instead.",
+    )
+
+
 def too_many(path: str, length: int, maximum: int) -> NoReturn:
     invalid(
         path,

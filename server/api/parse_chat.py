@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 from server.api.fields import (
@@ -23,14 +24,12 @@ from server.api.fields import (
 )
 from server.api.parse_messages import messages
 from server.api.parse_sampling import (
-    LATER,
-    SHARED_NAMES,
-    WITHOUT_EFFECT,
     Border,
     Generation,
     parse_generation,
     refuse_later,
     response_format,
+    shared_fields,
     unknown_names,
 )
 from server.request import Conversation
@@ -43,7 +42,8 @@ class ChatRequest:
 
 
 def parse_chat(body: Mapping[str, Json], *, border: Border) -> ChatRequest:
-    fields = read(_chat(border), body)
+    table = _chat(border)
+    fields = read(table, body)
     refuse_later(body)
     _refuse_tools(body)
     generation = parse_generation(body, border=border, logprobs=_logprobs(fields))
@@ -62,10 +62,13 @@ def parse_chat(body: Mapping[str, Json], *, border: Border) -> ChatRequest:
     )
     return ChatRequest(
         conversation=conversation,
-        generation=replace(generation, ignored=unknown_names(body, _KNOWN)),
+        generation=replace(
+            generation, ignored=unknown_names(body, table, shared_fields(border), _TOOL_FIELDS, _REFUSED_IN_CHAT)
+        ),
     )
 
 
+@lru_cache(maxsize=8)
 def _chat(border: Border) -> Table:
     return {
         "messages": Field(messages, required=True),
@@ -83,18 +86,7 @@ def _chat(border: Border) -> Table:
 
 
 _TOOL_FIELDS = frozenset({"tools", "tool_choice", "functions", "function_call"})
-_REFUSED_IN_CHAT = dict.fromkeys(("echo", "audio", "web_search_options", "chat_template", "documents"), LATER["guided_json"])
-_KNOWN = (
-    SHARED_NAMES
-    | WITHOUT_EFFECT
-    | _TOOL_FIELDS
-    | frozenset(LATER)
-    | frozenset(_REFUSED_IN_CHAT)
-    | {
-        "messages", "logprobs", "top_logprobs", "chat_template_kwargs", "enable_thinking", "reasoning_effort",
-        "add_generation_prompt", "continue_final_message", "response_format", "modalities", "parallel_tool_calls",
-    }
-)  # fmt: skip
+_REFUSED_IN_CHAT = frozenset({"echo", "audio", "web_search_options", "chat_template", "documents"})
 
 
 def _logprobs(fields: Mapping[str, Any]) -> int | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from server.api.fields import (
     Field,
@@ -13,6 +14,7 @@ from server.api.fields import (
     array,
     boolean,
     empty_array,
+    empty_string,
     integer,
     invalid,
     kind_of,
@@ -23,14 +25,12 @@ from server.api.fields import (
     wrong_type,
 )
 from server.api.parse_sampling import (
-    LATER,
-    SHARED_NAMES,
-    WITHOUT_EFFECT,
     Border,
     Generation,
     parse_generation,
     refuse_later,
     response_format,
+    shared_fields,
     unknown_names,
 )
 
@@ -51,7 +51,8 @@ class CompletionRequest:
 
 
 def parse_completion(body: Mapping[str, Json], *, border: Border) -> CompletionRequest:
-    fields = read(_completion(border), body)
+    table = _completion(border)
+    fields = read(table, body)
     refuse_later(body)
     logprobs, echo, prompts = fields["logprobs"], fields["echo"], fields["prompt"]
     if echo and logprobs is not None:
@@ -67,10 +68,11 @@ def parse_completion(body: Mapping[str, Json], *, border: Border) -> CompletionR
         prompts=prompts,
         echo=echo,
         add_special_tokens=fields["add_special_tokens"],
-        generation=replace(generation, ignored=unknown_names(body, _KNOWN)),
+        generation=replace(generation, ignored=unknown_names(body, table, shared_fields(border))),
     )
 
 
+@lru_cache(maxsize=8)
 def _completion(border: Border) -> Table:
     return {
         "prompt": Field(_prompts(border.limits.vocab_size), required=True),
@@ -81,14 +83,6 @@ def _completion(border: Border) -> Table:
         "add_special_tokens": Field(boolean, True),
         "response_format": Field(response_format),
     }
-
-
-_KNOWN = (
-    SHARED_NAMES
-    | WITHOUT_EFFECT
-    | frozenset(LATER)
-    | {"prompt", "logprobs", "echo", "suffix", "best_of", "add_special_tokens", "response_format"}
-)
 
 
 def _prompts(vocab_size: int) -> Parser[tuple[Prompt, ...]]:
@@ -121,10 +115,7 @@ def _prompts(vocab_size: int) -> Parser[tuple[Prompt, ...]]:
 def _text(value: str, path: str) -> str:
     """An empty text is refused: whether it gives any token at all depends on the tokenizer."""
     if not value:
-        invalid(
-            path,
-            f"Invalid '{path}': empty string. Expected a string with minimum length 1, but got an empty string instead.",
-        )
+        empty_string(path)
     return value
 
 

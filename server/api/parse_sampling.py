@@ -6,8 +6,9 @@ effect. A field in none of them is accepted and named in the response header `x-
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from server.api.context import SamplingDefaults
@@ -20,6 +21,7 @@ from server.api.fields import (
     array,
     at,
     boolean,
+    empty_string,
     integer,
     invalid,
     json_object,
@@ -91,7 +93,7 @@ class Generation:
 
 def parse_generation(body: Mapping[str, Json], *, border: Border, logprobs: int | None) -> Generation:
     """The shared fields of a request; `logprobs` was read by the route, which knows its shape."""
-    values = read(_shared(border), body)
+    values = read(shared_fields(border), body)
     options = _stream_options(body, stream=values["stream"])
     max_tokens = values["max_tokens"]
     if values["max_completion_tokens"] is not None:
@@ -132,7 +134,8 @@ def parse_generation(body: Mapping[str, Json], *, border: Border, logprobs: int 
     )
 
 
-def _shared(border: Border) -> Table:
+@lru_cache(maxsize=8)
+def shared_fields(border: Border) -> Table:
     vocab_size = border.limits.vocab_size
     token_id = integer(minimum=0, maximum=vocab_size - 1)
     defaults = border.defaults
@@ -162,15 +165,6 @@ def _shared(border: Border) -> Table:
     }
 
 
-SHARED_NAMES = frozenset(
-    {
-        "model", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty",
-        "frequency_penalty", "logit_bias", "seed", "n", "max_tokens", "max_completion_tokens", "min_tokens", "stop",
-        "stop_token_ids", "include_stop_str_in_output", "ignore_eos", "stream", "stream_options", "priority",
-        "skip_special_tokens",
-    }
-)  # fmt: skip
-
 WITHOUT_EFFECT = frozenset(
     {
         "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
@@ -187,13 +181,20 @@ def _given(value: Json) -> bool:
     return value not in (None, False, "", [], {})
 
 
-LATER: Mapping[str, Callable[[Json], bool]] = dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs", "json_schema", "regex", "ebnf", "grammar", "structural_tag", "prompt_logprobs", "return_token_ids", "return_prompt_text", "use_beam_search", "bad_words", "allowed_token_ids", "logits_processors", "truncate_prompt_tokens", "cache_salt", "lora", "kv_transfer_params"), _given)  # fmt: skip
-"""Fields that would change the answer, with when they ask for it. Dropping them in silence would be a wrong answer."""
+LATER = frozenset(
+    {
+        "guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs", "json_schema", "regex",
+        "ebnf", "grammar", "structural_tag", "prompt_logprobs", "return_token_ids", "return_prompt_text",
+        "use_beam_search", "bad_words", "allowed_token_ids", "logits_processors", "truncate_prompt_tokens",
+        "cache_salt", "lora", "kv_transfer_params",
+    }
+)  # fmt: skip
+"""Fields that would change the answer. Dropping them in silence would be a wrong answer."""
 
 
-def refuse_later(body: Mapping[str, Json], later: Mapping[str, Callable[[Json], bool]] = LATER) -> None:
-    for name, asked in later.items():
-        if name in body and asked(body[name]):
+def refuse_later(body: Mapping[str, Json], later: frozenset[str] = LATER) -> None:
+    for name, value in body.items():
+        if name in later and _given(value):
             unsupported(name, f"Unsupported parameter: '{name}' is not supported by this server.")
 
 
@@ -206,8 +207,10 @@ def response_format(value: Json, path: str) -> None:
         )
 
 
-def unknown_names(body: Mapping[str, Json], known: frozenset[str]) -> tuple[str, ...]:
-    return tuple(name for name in body if name not in known)
+def unknown_names(body: Mapping[str, Json], *tables: Collection[str]) -> tuple[str, ...]:
+    """Fields that no table knows, in the client's order."""
+    known = {"model", "stream_options"} | WITHOUT_EFFECT | LATER
+    return tuple(name for name in body if name not in known and not any(name in table for table in tables))
 
 
 # --- single fields ------------------------------------------------------------------------------------------------
@@ -225,10 +228,7 @@ def stop_strings(value: Json, path: str) -> tuple[str, ...]:
 def _stop_string(value: Json, path: str) -> str:
     text = string(value, path)
     if not text:
-        invalid(
-            path,
-            f"Invalid '{path}': empty string. Expected a string with minimum length 1, but got an empty string instead.",
-        )
+        empty_string(path)
     if len(text) > MAX_STOP_CHARACTERS:
         invalid(
             path,
