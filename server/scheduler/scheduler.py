@@ -1,0 +1,416 @@
+"""Who runs next: priority, admission over both kinds of page, chunks under a token budget, preemption."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+
+from server.cache.kv_cache import NO_PAGES, KVCache, PageDemand
+from server.config import SchedulerConfig
+from server.errors import EngineFailed, Overloaded, TooLong, TwinpaneError
+from server.metrics import RequestFacts, StepFacts
+from server.request import GenerationRequest, RequestId, SampledToken
+from server.scheduler.priority import standing_key
+from server.scheduler.sequence import Sequence
+from server.step import (
+    PageKind,
+    PageMove,
+    RowPlan,
+    SequenceId,
+    SlotId,
+    SlotOpening,
+    StepId,
+    StepPlan,
+    StepResult,
+    TableWrite,
+)
+
+log = logging.getLogger("twinpane.scheduler")
+
+RETRY_AFTER_S = 1.0
+
+
+@dataclass(slots=True, kw_only=True)
+class _Accepted:
+    """A request whose choices are not all over, with the times its ending will report."""
+
+    request: GenerationRequest
+    live: dict[SequenceId, Sequence]
+    started_s: float | None = None
+    first_token_s: float | None = None
+    output_tokens: int = 0
+
+
+@dataclass(slots=True)
+class _Draft:
+    """A plan while it is made."""
+
+    budget: int
+    moves: list[PageMove] = field(default_factory=list)
+    writes: list[TableWrite] = field(default_factory=list)
+    opened: list[SlotOpening] = field(default_factory=list)
+    rows: list[RowPlan] = field(default_factory=list)
+    planned: set[SequenceId] = field(default_factory=set)
+
+
+class Scheduler:
+    """Owner of every waiting and running sequence, on the event-loop thread. plan() and commit() are plain functions
+    of this state and the clock; between them the plan is on the device.
+
+    on_end is called once for every request that was accepted, however it ended.
+    """
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        cache: KVCache,
+        *,
+        context_tokens: int,
+        on_end: Callable[[RequestId, RequestFacts], None] = lambda _id, _facts: None,
+    ) -> None:
+        self._config = config
+        self._cache = cache
+        self._on_end = on_end
+        self.context_tokens = cache.usable_tokens(context_tokens, self._chunk_tokens)
+        self._requests: dict[RequestId, _Accepted] = {}
+        self._sequences: dict[SequenceId, Sequence] = {}
+        self._running: dict[SequenceId, Sequence] = {}
+        self._waiting: list[Sequence] = []
+        self._waiting_count = 0
+        self._free_slots = list(range(config.max_sequences - 1, -1, -1))
+        self._sequence_ids = itertools.count()
+        self._step_ids = itertools.count()
+        self._preemptions = 0
+
+    def __repr__(self) -> str:
+        return f"<Scheduler {len(self._running)} running, {self._waiting_count} waiting, {self._cache!r}>"
+
+    @property
+    def running(self) -> int:
+        return len(self._running)
+
+    @property
+    def waiting(self) -> int:
+        return self._waiting_count
+
+    @property
+    def idle(self) -> bool:
+        return not self._sequences
+
+    # --- in and out -----------------------------------------------------------------------------------------------
+
+    def submit(self, request: GenerationRequest) -> None:
+        """Accept a request, or raise TooLong or Overloaded and keep no trace of it."""
+        prompt_tokens = len(request.prompt_tokens)
+        if prompt_tokens >= self.context_tokens:
+            raise TooLong(prompt_tokens=prompt_tokens, context_tokens=self.context_tokens)
+        assert request.request_id not in self._requests, f"request {request.request_id} is already here"
+        assert prompt_tokens + request.stop.max_tokens <= self.context_tokens, "max_tokens was not clamped"
+        if self._waiting_count + len(request.outputs) > self._config.max_queued_requests:
+            raise Overloaded(
+                f"The server already has {self._waiting_count} requests waiting. Please retry later.",
+                retry_after_s=RETRY_AFTER_S,
+            )
+        accepted = _Accepted(request=request, live={})
+        key = standing_key(
+            uncached_tokens=prompt_tokens,
+            arrival_s=request.arrival_s,
+            forgiven_tokens_per_s=self._config.forgiven_tokens_per_s,
+            priority=request.priority,
+        )
+        for choice, output in enumerate(request.outputs):
+            sequence = Sequence(
+                id=SequenceId(next(self._sequence_ids)), choice=choice, request=request, output=output, key=key
+            )
+            accepted.live[sequence.id] = sequence
+            self._sequences[sequence.id] = sequence
+            self._enqueue(sequence)
+        self._requests[request.request_id] = accepted
+
+    def cancel(self, request_id: RequestId, now: float) -> None:
+        """End every choice of a request in silence, in any phase. Unknown and ended ids are ignored."""
+        accepted = self._requests.get(request_id)
+        if accepted is None:
+            return
+        for sequence in list(accepted.live.values()):
+            self._drop(sequence)
+            _guarded(sequence.output.cancel)
+        self._end(accepted, "abort", now)
+
+    def fail(self, request_id: RequestId, error: TwinpaneError, now: float) -> None:
+        """End every choice of a request with an error."""
+        accepted = self._requests.get(request_id)
+        if accepted is None:
+            return
+        for sequence in list(accepted.live.values()):
+            self._drop(sequence)
+            _guarded(partial(sequence.output.fail, error))
+        self._end(accepted, "error", now)
+
+    def fail_all(self, error: TwinpaneError, now: float) -> None:
+        for request_id in list(self._requests):
+            self.fail(request_id, error, now)
+
+    # --- one step -------------------------------------------------------------------------------------------------
+
+    def plan(self, now: float) -> StepPlan | None:
+        """The next step: every running sequence in order, then whoever of the queue fits. None if nothing can run."""
+        draft = _Draft(budget=self._config.step_token_budget)
+        for sequence in self._running_order():
+            if sequence.id in self._running and draft.budget > 0:
+                self._plan_row(sequence, draft)
+        self._admit(draft, now)
+        if not draft.rows and not draft.moves:
+            return None
+        step_id = StepId(next(self._step_ids))
+        self._cache.begin_step(step_id)
+        return StepPlan(
+            step_id=step_id,
+            moves=tuple(draft.moves),
+            writes=tuple(draft.writes),
+            opened=tuple(draft.opened),
+            rows=tuple(draft.rows),
+        )
+
+    def commit(self, plan: StepPlan, result: StepResult, now: float) -> StepFacts:
+        """Take a step's results: advance, release window pages, push tokens, end what is over.
+
+        Rows of sequences that are gone or were preempted since the plan was made are dropped.
+        """
+        self._cache.end_step(plan.step_id)
+        generated = prompt = 0
+        gaps: list[float] = []
+        for row, outcome in zip(plan.rows, result.rows, strict=True):
+            sequence = self._running.get(row.sequence)
+            if sequence is None or sequence.epoch != row.epoch:
+                continue
+            if outcome.failure is not None:
+                log.error("event=row_failed request=%s cause=%s", sequence.request.request_id, outcome.failure)
+                self.fail(sequence.request.request_id, EngineFailed(outcome.failure), now)
+                continue
+            assert sequence.computed_tokens == row.start
+            prompt += max(0, min(row.stop, len(sequence.request.prompt_tokens)) - row.start)
+            sequence.computed_tokens = row.stop
+            self._cache.commit(sequence.id, row.stop)
+            if row.samples:
+                assert outcome.token is not None, "a row that samples brings a token"
+                generated += 1
+                if sequence.last_token_s is not None:
+                    gaps.append(now - sequence.last_token_s)
+                self._deliver(sequence, outcome.token, now)
+        preemptions, self._preemptions = self._preemptions, 0
+        return StepFacts(
+            running=self.running,
+            waiting=self.waiting,
+            full_usage=self._cache.usage(PageKind.FULL),
+            window_usage=self._cache.usage(PageKind.WINDOW),
+            step_tokens=plan.token_count,
+            generated_tokens=generated,
+            prompt_tokens=prompt,
+            preemptions=preemptions,
+            step_s=result.device_s,
+            token_gaps_s=tuple(gaps),
+        )
+
+    def check(self) -> None:
+        """Assert that queue, running set, slots, requests and cache tell one story."""
+        self._cache.check()
+        waiting = {s.id for s in self._waiting if self._is_waiting(s)}
+        assert len(waiting) == self._waiting_count
+        assert not waiting & self._running.keys()
+        assert waiting | self._running.keys() == self._sequences.keys()
+        live = [s for accepted in self._requests.values() for s in accepted.live]
+        assert sorted(live) == sorted(self._sequences)
+        slots = [s.slot for s in self._running.values()]
+        assert sorted([*self._free_slots, *slots]) == list(range(self._config.max_sequences))
+        assert all(accepted.live for accepted in self._requests.values())
+
+    # --- inside ---------------------------------------------------------------------------------------------------
+
+    @property
+    def _chunk_tokens(self) -> int:
+        return min(self._config.prefill_chunk_tokens, self._config.step_token_budget)
+
+    def _running_order(self) -> list[Sequence]:
+        """The longest waiting first, so that memory always comes to it; then decodes, then prompts, each by key."""
+        if not self._running:
+            return []
+        oldest = self._oldest()
+        return sorted(self._running.values(), key=lambda s: (s is not oldest, s.pending_tokens > 1, s.order))
+
+    def _oldest(self) -> Sequence:
+        return min(self._running.values(), key=lambda s: s.age_order)
+
+    def _plan_row(self, sequence: Sequence, draft: _Draft) -> bool:
+        """Give a running sequence its next tokens; preempts others, in the end itself, when memory is dry."""
+        assert sequence.slot is not None
+        count = min(sequence.pending_tokens, draft.budget, self._chunk_tokens)
+        start, stop = sequence.computed_tokens, sequence.computed_tokens + count
+        while True:
+            reservation = self._cache.reserve(sequence.id, stop)
+            draft.moves += reservation.moves
+            draft.writes += reservation.writes
+            if reservation.granted:
+                break
+            victim = self._least_worthy(draft.planned)
+            if victim is None:
+                return False
+            self._preempt(victim)
+            if victim is sequence:
+                return False
+        samples = stop == sequence.known_tokens
+        draft.rows.append(
+            RowPlan(
+                slot=sequence.slot,
+                sequence=sequence.id,
+                epoch=sequence.epoch,
+                start=start,
+                tokens=sequence.tokens(start, stop),
+                samples=samples,
+                suppress_stop=samples and len(sequence.output_tokens) < sequence.request.stop.min_tokens,
+            )
+        )
+        draft.planned.add(sequence.id)
+        draft.budget -= count
+        return True
+
+    def _admit(self, draft: _Draft, now: float) -> None:
+        """Take from the queue while slots, tokens and both kinds of page last.
+
+        A sequence is admitted only if everything it knows fits beside what the running ones still need, each with one
+        page of growth: starting what must be preempted at once would be work for nothing.
+        """
+        while draft.budget > 0 and self._free_slots:
+            sequence = self._head()
+            if sequence is None:
+                return
+            demand = self._cache.peak_demand(self._with_growth(sequence), self._chunk_tokens)
+            if not self._cache.fits(self._outstanding() + demand):
+                return
+            heapq.heappop(self._waiting)
+            self._waiting_count -= 1
+            sequence.slot = SlotId(self._free_slots.pop())
+            sequence.epoch += 1
+            sequence.computed_tokens = self._cache.open(sequence.id, sequence.slot)
+            self._running[sequence.id] = sequence
+            accepted = self._requests[sequence.request.request_id]
+            if accepted.started_s is None:
+                accepted.started_s = now
+            draft.opened.append(sequence.opening())
+            if not self._plan_row(sequence, draft):
+                return
+
+    def _outstanding(self) -> PageDemand:
+        """What the running sequences will still ask for to compute what they know, and one page more each."""
+        demand = NO_PAGES
+        for sequence in self._running.values():
+            demand += self._cache.missing_demand(sequence.id, self._with_growth(sequence), self._chunk_tokens)
+        return demand
+
+    def _with_growth(self, sequence: Sequence) -> int:
+        return min(sequence.known_tokens + self._cache.layout.page_tokens, self.context_tokens)
+
+    def _head(self) -> Sequence | None:
+        """The next of the queue; entries of sequences that left it are dropped when they are met."""
+        while self._waiting:
+            if self._is_waiting(self._waiting[0]):
+                return self._waiting[0]
+            heapq.heappop(self._waiting)
+        return None
+
+    def _is_waiting(self, entry: Sequence) -> bool:
+        return entry.slot is None and entry.id in self._sequences
+
+    def _enqueue(self, sequence: Sequence) -> None:
+        heapq.heappush(self._waiting, sequence)
+        self._waiting_count += 1
+
+    def _least_worthy(self, planned: set[SequenceId]) -> Sequence | None:
+        """Whom to preempt: the last in order that is not in this plan, never the longest waiting."""
+        oldest = self._oldest()
+        victims = [s for s in self._running.values() if s.id not in planned and s is not oldest]
+        return max(victims, default=None)
+
+    def _preempt(self, sequence: Sequence) -> None:
+        """Back to the queue, with every page given up; its tokens are known and will be computed again."""
+        log.info(
+            "event=preempted request=%s choice=%d computed_tokens=%d",
+            sequence.request.request_id,
+            sequence.choice,
+            sequence.computed_tokens,
+        )
+        self._stop_running(sequence)
+        sequence.computed_tokens = 0
+        self._enqueue(sequence)
+        self._preemptions += 1
+
+    def _stop_running(self, sequence: Sequence) -> None:
+        assert sequence.slot is not None
+        del self._running[sequence.id]
+        self._cache.close(sequence.id)
+        self._free_slots.append(sequence.slot)
+        sequence.slot = None
+
+    def _deliver(self, sequence: Sequence, token: SampledToken, now: float) -> None:
+        request_id = sequence.request.request_id
+        accepted = self._requests[request_id]
+        if accepted.first_token_s is None:
+            accepted.first_token_s = now
+        accepted.output_tokens += 1
+        sequence.output_tokens.append(token.token_id)
+        sequence.last_token_s = now
+        try:
+            reason = sequence.output.push(token)
+        except Exception:
+            log.exception("event=output_failed request=%s", request_id)
+            self.fail(request_id, EngineFailed("the output of this request could not be processed"), now)
+            return
+        if reason is not None:
+            self._drop(sequence)
+            if not accepted.live:
+                self._end(accepted, reason.value, now)
+
+    def _drop(self, sequence: Sequence) -> None:
+        """Forget a sequence and give back all it holds, whatever it was doing."""
+        if sequence.slot is not None:
+            self._stop_running(sequence)
+        else:
+            self._waiting_count -= 1
+        del self._sequences[sequence.id]
+        del self._requests[sequence.request.request_id].live[sequence.id]
+        if len(self._waiting) > 2 * self._waiting_count:
+            self._waiting = [entry for entry in self._waiting if self._is_waiting(entry)]
+            heapq.heapify(self._waiting)
+
+    def _end(self, accepted: _Accepted, outcome: str, now: float) -> None:
+        request = accepted.request
+        del self._requests[request.request_id]
+        started, first = accepted.started_s, accepted.first_token_s
+        self._on_end(
+            request.request_id,
+            RequestFacts(
+                outcome=outcome,
+                prompt_tokens=len(request.prompt_tokens),
+                cached_tokens=0,
+                output_tokens=accepted.output_tokens,
+                choices=len(request.outputs),
+                max_tokens=request.stop.max_tokens,
+                queued_s=None if started is None else started - request.arrival_s,
+                prefill_s=None if started is None or first is None else first - started,
+                decode_s=None if first is None else now - first,
+                first_token_s=None if first is None else first - request.arrival_s,
+                total_s=now - request.arrival_s,
+            ),
+        )
+
+
+def _guarded(end: Callable[[], None]) -> None:
+    """An output that cannot even be ended must not keep the engine from going on."""
+    try:
+        end()
+    except Exception:
+        log.exception("event=output_failed")

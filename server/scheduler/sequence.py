@@ -1,0 +1,69 @@
+"""One choice of one request on its way through the engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from server.request import GenerationRequest, OutputStream
+from server.step import SequenceId, SlotId, SlotOpening
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Sequence:
+    """computed_tokens catches up with known_tokens: prompt chunk and decode are the same thing with other counts.
+
+    slot is None while it waits. epoch counts admissions. key orders the queue (see priority.standing_key).
+    Owner: Scheduler, on the event-loop thread.
+    """
+
+    id: SequenceId
+    choice: int
+    request: GenerationRequest
+    output: OutputStream
+    key: float
+    output_tokens: list[int] = field(default_factory=list)
+    computed_tokens: int = 0
+    slot: SlotId | None = None
+    epoch: int = 0
+    last_token_s: float | None = None
+
+    @property
+    def known_tokens(self) -> int:
+        return len(self.request.prompt_tokens) + len(self.output_tokens)
+
+    @property
+    def pending_tokens(self) -> int:
+        return self.known_tokens - self.computed_tokens
+
+    @property
+    def order(self) -> tuple[float, int]:
+        return self.key, self.id
+
+    @property
+    def age_order(self) -> tuple[float, int]:
+        """Longest waiting first."""
+        return self.request.arrival_s, self.id
+
+    def __lt__(self, other: Sequence) -> bool:
+        return self.order < other.order
+
+    def tokens(self, start: int, stop: int) -> tuple[int, ...]:
+        """Token ids at positions [start, stop)."""
+        prompt = self.request.prompt_tokens
+        if stop <= len(prompt):
+            return prompt[start:stop]
+        return (*prompt[start:], *self.output_tokens[max(0, start - len(prompt)) : stop - len(prompt)])
+
+    def opening(self) -> SlotOpening:
+        """How the sampler learns of this sequence when it enters its slot."""
+        assert self.slot is not None
+        counts = self.request.sampling.counts_tokens
+        return SlotOpening(
+            slot=self.slot,
+            sequence=self.id,
+            choice=self.choice,
+            sampling=self.request.sampling,
+            stop_token_ids=self.request.stop.stop_token_ids,
+            prompt_tokens=self.request.prompt_tokens if counts else (),
+            output_tokens=tuple(self.output_tokens) if counts else (),
+        )

@@ -1,0 +1,153 @@
+"""A device without tensors: it keeps page tables and a memory of cells, and reads them as attention would.
+
+Every position of a cell remembers whose it is. A step that reads a cell which the plan did not put there raises, and
+the token it "samples" is a checksum of all that the last query saw, so a wrong page gives another text.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from server.config import KVLayout
+from server.errors import TwinpaneError
+from server.request import FinishReason, SampledToken, StopRules
+from server.step import PageId, PageKind, RowPlan, RowResult, SlotId, SlotOpening, StepPlan, StepResult
+
+Cell = tuple[int, int, int]  # sequence, position, token
+
+
+def checksum(tokens: Sequence[int], window: Sequence[int], *, choice: int, seed: int, vocab: int) -> int:
+    """The fake model: any token seen by the full or the window layers changes the next one."""
+    return zlib.crc32(repr((list(tokens), list(window), choice, seed)).encode()) % vocab
+
+
+def text_alone(
+    prompt: Sequence[int], outputs: int, *, layout: KVLayout, choice: int = 0, seed: int = 0, vocab: int = 97
+) -> list[int]:
+    """What the fake device answers, from the plain definition."""
+    known = list(prompt)
+    for _ in range(outputs):
+        window = known[max(0, len(known) - 1 - layout.window_tokens) :] if layout.has_window else []
+        known.append(checksum(known, window, choice=choice, seed=seed, vocab=vocab))
+    return known[len(prompt) :]
+
+
+@dataclass
+class FakeDevice:
+    """Implements server.engine.Runner. fails: called with each row; raising makes the step fail as a device would."""
+
+    layout: KVLayout
+    vocab: int = 97
+    fails: Callable[[RowPlan], None] = lambda _row: None
+    before_step: Callable[[StepPlan], None] = lambda _plan: None
+    tables: dict[tuple[SlotId, PageKind], dict[int, PageId]] = field(default_factory=lambda: defaultdict(dict))
+    openings: dict[SlotId, SlotOpening] = field(default_factory=dict)
+    memory: dict[tuple[PageKind, PageId], list[Cell | None]] = field(default_factory=dict)
+    steps: int = 0
+    moves: int = 0
+
+    def run(self, plan: StepPlan) -> StepResult:
+        self.before_step(plan)
+        self.steps += 1
+        for move in plan.moves:
+            self.moves += 1
+            self._store(move.kind, move.target, list(self._page(move.kind, move.source)))
+        for write in plan.writes:
+            table = self.tables[write.slot, write.kind]
+            table.update(enumerate(write.pages, start=write.first_page))
+        for opening in plan.opened:
+            self.openings[opening.slot] = opening
+        for row in plan.rows:
+            self.fails(row)
+        return StepResult(step_id=plan.step_id, rows=tuple(self._row(row) for row in plan.rows), device_s=0.001)
+
+    def _row(self, row: RowPlan) -> RowResult:
+        assert self.openings[row.slot].sequence == row.sequence, "the slot was not opened for this sequence"
+        kinds = [PageKind.FULL, PageKind.WINDOW] if self.layout.has_window else [PageKind.FULL]
+        for position, token in enumerate(row.tokens, start=row.start):
+            for kind in kinds:
+                page, offset = self._place(row.slot, kind, position)
+                self._page(kind, page)[offset] = (row.sequence, position, token)
+        full: list[int] = []
+        window: list[int] = []
+        for query in {row.start, row.stop - 1}:
+            full = self._read(row, PageKind.FULL, 0, query)
+            if self.layout.has_window:
+                window = self._read(row, PageKind.WINDOW, max(0, query - self.layout.window_tokens), query)
+        if not row.samples:
+            return RowResult()
+        full = self._read(row, PageKind.FULL, 0, row.stop - 1)
+        window = (
+            self._read(row, PageKind.WINDOW, max(0, row.stop - 1 - self.layout.window_tokens), row.stop - 1)
+            if self.layout.has_window
+            else []
+        )
+        opening = self.openings[row.slot]
+        token = checksum(full, window, choice=opening.choice, seed=opening.sampling.seed, vocab=self.vocab)
+        return RowResult(token=SampledToken(token_id=token))
+
+    def _read(self, row: RowPlan, kind: PageKind, first: int, last: int) -> list[int]:
+        tokens = []
+        for position in range(first, last + 1):
+            page, offset = self._place(row.slot, kind, position)
+            cell = self._page(kind, page)[offset]
+            assert cell is not None and cell[:2] == (row.sequence, position), (
+                f"{kind.name} page {page} holds {cell} where position {position} of {row.sequence} is read"
+            )
+            tokens.append(cell[2])
+        return tokens
+
+    def _place(self, slot: SlotId, kind: PageKind, position: int) -> tuple[PageId, int]:
+        logical, offset = divmod(position, self.layout.page_tokens)
+        return self.tables[slot, kind][logical], offset
+
+    def _page(self, kind: PageKind, page: PageId) -> list[Cell | None]:
+        if (kind, page) not in self.memory:
+            self._store(kind, page, [None] * self.layout.page_tokens)
+        return self.memory[kind, page]
+
+    def _store(self, kind: PageKind, page: PageId, cells: list[Cell | None]) -> None:
+        """Writing a page destroys what pages of the other kind held in the same bytes of the arena."""
+        begin, end = self._bytes(kind, page)
+        other = PageKind(1 - kind)
+        for held in [p for k, p in self.memory if k is other]:
+            other_begin, other_end = self._bytes(other, held)
+            if begin < other_end and other_begin < end:
+                del self.memory[other, held]
+        self.memory[kind, page] = cells
+
+    def _bytes(self, kind: PageKind, page: PageId) -> tuple[int, int]:
+        per_slab = self.layout.full_pages_per_slab if kind is PageKind.FULL else self.layout.window_pages_per_slab
+        size = self.layout.full_page_bytes if kind is PageKind.FULL else self.layout.window_page_bytes
+        begin = page // per_slab * self.layout.slab_bytes + page % per_slab * size
+        assert begin + size <= self.layout.slab_bytes * self.layout.slab_count
+        return begin, begin + size
+
+
+class CollectedOutput:
+    """An OutputStream that keeps ids: ends at max_tokens or a stop id, and proves that it ended once."""
+
+    def __init__(self, stop: StopRules) -> None:
+        self.stop = stop
+        self.tokens: list[int] = []
+        self.ending: FinishReason | TwinpaneError | str | None = None
+
+    def push(self, token: SampledToken) -> FinishReason | None:
+        assert self.ending is None, "push after the end"
+        self.tokens.append(token.token_id)
+        if token.token_id in self.stop.stop_token_ids and len(self.tokens) > self.stop.min_tokens:
+            self.ending = FinishReason.STOP
+        elif len(self.tokens) >= self.stop.max_tokens:
+            self.ending = FinishReason.LENGTH
+        return self.ending if isinstance(self.ending, FinishReason) else None
+
+    def fail(self, error: TwinpaneError) -> None:
+        assert self.ending is None, "fail after the end"
+        self.ending = error
+
+    def cancel(self) -> None:
+        assert self.ending is None, "cancel after the end"
+        self.ending = "cancelled"

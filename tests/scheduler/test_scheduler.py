@@ -1,0 +1,317 @@
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from server.cache.kv_cache import KVCache
+from server.config import KVLayout, SchedulerConfig
+from server.errors import EngineFailed, Overloaded, TooLong
+from server.metrics import RequestFacts
+from server.request import FinishReason, GenerationRequest, RequestId, SamplingParams, StopRules
+from server.scheduler.priority import priority_tokens, standing_key
+from server.scheduler.scheduler import Scheduler
+from server.step import PageKind, RowPlan
+from tests.fake_device import CollectedOutput, FakeDevice, text_alone
+
+
+def layout(*, slabs: int = 40, page_tokens: int = 4, window_tokens: int = 7, window: int = 5) -> KVLayout:
+    return KVLayout(
+        page_tokens=page_tokens,
+        window_tokens=window_tokens if window else 0,
+        full_page_bytes=3,
+        window_page_bytes=window,
+        slab_bytes=15,
+        slab_count=slabs,
+    )
+
+
+class House:
+    """A scheduler, a cache and a fake device, stepped by hand."""
+
+    def __init__(self, cut: KVLayout, *, context_tokens: int = 100_000, **config: int) -> None:
+        self.layout = cut
+        self.cache = KVCache(cut)
+        self.ended: dict[RequestId, RequestFacts] = {}
+        self.scheduler = Scheduler(
+            SchedulerConfig(**config), self.cache, context_tokens=context_tokens, on_end=self._ended
+        )
+        self.device = FakeDevice(layout=cut)
+        self.now = 0.0
+        self.preemptions = 0
+        self.prompts: dict[RequestId, tuple[int, ...]] = {}
+        self.outputs: dict[RequestId, list[CollectedOutput]] = {}
+
+    def _ended(self, request_id: RequestId, facts: RequestFacts) -> None:
+        assert request_id not in self.ended, "a request ended twice"
+        self.ended[request_id] = facts
+
+    def submit(self, name: str, prompt: tuple[int, ...], *, outputs: int, choices: int = 1, seed: int = 0) -> RequestId:
+        request_id = RequestId(name)
+        stop = StopRules(max_tokens=outputs)
+        collected = [CollectedOutput(stop) for _ in range(choices)]
+        self.scheduler.submit(
+            GenerationRequest(
+                request_id=request_id,
+                prompt_tokens=prompt,
+                sampling=SamplingParams(seed=seed),
+                stop=stop,
+                outputs=tuple(collected),
+                arrival_s=self.now,
+            )
+        )
+        self.prompts[request_id] = prompt
+        self.outputs[request_id] = collected
+        return request_id
+
+    def step(self, between=lambda: None) -> bool:
+        plan = self.scheduler.plan(self.now)
+        if plan is None:
+            return False
+        result = self.device.run(plan)
+        between()
+        self.now += 0.01
+        self.preemptions += self.scheduler.commit(plan, result, self.now).preemptions
+        self.scheduler.check()
+        return True
+
+    def run(self, limit: int = 20_000) -> None:
+        for _ in range(limit):
+            if not self.step():
+                return
+        raise AssertionError(f"no end after {limit} steps: {self.scheduler!r}")
+
+    def assert_answers(self, request_id: RequestId, *, seed: int = 0) -> None:
+        for choice, output in enumerate(self.outputs[request_id]):
+            assert output.ending is FinishReason.LENGTH
+            expected = text_alone(
+                self.prompts[request_id], len(output.tokens), layout=self.layout, choice=choice, seed=seed
+            )
+            assert output.tokens == expected
+
+    def assert_empty(self) -> None:
+        self.scheduler.check()
+        assert self.scheduler.idle
+        assert self.scheduler._requests == {}
+        assert self.scheduler._waiting == []
+        assert self.cache.held_pages(PageKind.FULL) == self.cache.held_pages(PageKind.WINDOW) == 0
+        assert self.cache.usage(PageKind.FULL) == self.cache.usage(PageKind.WINDOW) == 0
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 8, 1000])
+@pytest.mark.parametrize("budget", [1, 10, 64])
+def test_any_chunk_and_budget_give_the_text_of_the_plain_definition(chunk: int, budget: int) -> None:
+    house = House(layout(), prefill_chunk_tokens=chunk, step_token_budget=budget)
+    a = house.submit("a", tuple(range(30)), outputs=12, seed=5)
+    b = house.submit("b", tuple(range(7)), outputs=20, choices=3, seed=6)
+    house.run()
+    house.assert_answers(a, seed=5)
+    house.assert_answers(b, seed=6)
+    assert len({tuple(o.tokens) for o in house.outputs[b]}) == 3
+    house.assert_empty()
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_random_traffic_in_little_memory_loses_nothing_and_mixes_nothing(seed: int) -> None:
+    """Arrivals, cancels in every phase, preemption and page moves: everyone gets the text it gets alone."""
+    rng = random.Random(seed)
+    cut = layout(
+        slabs=rng.choice([6, 9, 14]),
+        page_tokens=rng.choice([1, 4, 16]),
+        window_tokens=rng.choice([1, 7, 16, 33]),
+        window=rng.choice([0, 5, 7]),
+    )
+    house = House(
+        cut,
+        max_sequences=rng.choice([1, 3, 8]),
+        prefill_chunk_tokens=rng.choice([1, 5, 16]),
+        step_token_budget=rng.choice([4, 16, 40]),
+    )
+    capacity = house.scheduler.context_tokens
+    if capacity < 4:
+        pytest.skip("nothing fits this arena")
+    cancelled = set()
+    ids: list[RequestId] = []
+
+    def cancel_one() -> None:
+        if ids and rng.random() < 0.04:
+            victim = rng.choice(ids)
+            if victim not in house.ended:
+                cancelled.add(victim)
+            house.scheduler.cancel(victim, house.now)
+            house.scheduler.check()
+
+    for number in range(40):
+        prompt = tuple(rng.randrange(97) for _ in range(rng.randint(1, max(1, capacity // rng.choice([2, 4, 8])))))
+        outputs = rng.randint(1, max(1, min(30, capacity - len(prompt))))
+        if len(prompt) + outputs <= capacity:
+            ids.append(house.submit(f"r{number}", prompt, outputs=outputs, choices=rng.choice([1, 1, 2]), seed=number))
+        for _ in range(rng.randint(0, 6)):
+            cancel_one()
+            house.step(between=cancel_one)
+    house.run()
+    assert set(house.ended) == set(ids)
+    for request_id in ids:
+        if request_id in cancelled:
+            assert house.ended[request_id].outcome == "abort"
+            assert all(o.ending in ("cancelled", FinishReason.LENGTH) for o in house.outputs[request_id])
+        else:
+            assert house.ended[request_id].outcome == "length"
+            house.assert_answers(request_id, seed=int(request_id[1:]))
+    house.assert_empty()
+
+
+def test_little_memory_does_preempt_and_move_pages() -> None:
+    """The random test above is only worth something if these paths are walked."""
+    house = House(layout(slabs=9), max_sequences=6, prefill_chunk_tokens=8, step_token_budget=32)
+    ids = [house.submit(f"{n}", tuple(range(n, 6 * n + 6)), outputs=40 + 7 * n, seed=n) for n in range(6)]
+    house.run()
+    for n, request_id in enumerate(ids):
+        house.assert_answers(request_id, seed=n)
+    assert house.preemptions > 0
+    assert house.device.moves > 0
+
+
+def test_a_window_model_never_holds_more_window_pages_than_window_plus_chunk() -> None:
+    cut = layout(slabs=3000, page_tokens=16, window_tokens=31)
+    house = House(cut, prefill_chunk_tokens=64, step_token_budget=64)
+    house.submit("long", tuple(n % 97 for n in range(4000)), outputs=1000)
+    most_prefill = most_decode = 0
+    while house.step():
+        held = house.cache.held_pages(PageKind.WINDOW)
+        running = next(iter(house.scheduler._running.values()), None)
+        if running is not None and running.output_tokens:
+            most_decode = max(most_decode, held)
+        else:
+            most_prefill = max(most_prefill, held)
+    # After a commit only W positions can be seen again: they touch at most ceil((W - 1) / page) + 1 pages.
+    assert most_prefill <= 3
+    assert most_decode <= 3
+    house.assert_empty()
+
+
+def test_few_uncached_tokens_run_first() -> None:
+    house = House(layout(slabs=4000), max_sequences=1, step_token_budget=16, prefill_chunk_tokens=16)
+    order: list[str] = []
+    house.submit("first", tuple(range(20)), outputs=2)
+    house.step()
+    for name, length in (("long", 300), ("short", 5), ("middle", 90)):
+        house.submit(name, tuple(range(length)), outputs=2)
+    while house.step():
+        order += [r for r in house.ended if r not in order]
+    assert order == ["first", "short", "middle", "long"]
+
+
+def test_a_long_prompt_cannot_starve() -> None:
+    old = priority_tokens(uncached_tokens=8_000, waited_s=16.0, forgiven_tokens_per_s=500.0)
+    assert old < priority_tokens(uncached_tokens=10, waited_s=0.0, forgiven_tokens_per_s=500.0)
+
+
+def test_the_standing_key_orders_as_the_clock_would() -> None:
+    rng = random.Random(0)
+    requests = [(rng.randrange(10_000), rng.random() * 30, rng.randint(-2, 2)) for _ in range(200)]
+    for now in (30.0, 55.5):
+        by_key = sorted(
+            requests,
+            key=lambda r: standing_key(uncached_tokens=r[0], arrival_s=r[1], forgiven_tokens_per_s=500, priority=r[2]),
+        )
+        by_clock = sorted(
+            requests,
+            key=lambda r: priority_tokens(
+                uncached_tokens=r[0], waited_s=now - r[1], forgiven_tokens_per_s=500, priority=r[2]
+            ),
+        )
+        assert by_key == by_clock
+
+
+def test_a_lower_priority_number_runs_earlier() -> None:
+    keys = [priority_tokens(uncached_tokens=100, waited_s=0, forgiven_tokens_per_s=500, priority=p) for p in (-1, 0, 1)]
+    assert keys == sorted(keys)
+
+
+def test_a_prompt_that_can_never_fit_is_refused_with_the_numbers() -> None:
+    house = House(layout(slabs=6))
+    usable = house.scheduler.context_tokens
+    with pytest.raises(TooLong) as refusal:
+        house.submit("big", tuple([1] * usable), outputs=1)
+    assert (refusal.value.prompt_tokens, refusal.value.context_tokens) == (usable, usable)
+    house.assert_empty()
+    fits = house.submit("fits", tuple([1] * (usable - 3)), outputs=3)
+    house.run()
+    house.assert_answers(fits)
+
+
+def test_a_full_queue_refuses_and_counts_every_choice() -> None:
+    house = House(layout(), max_queued_requests=4)
+    house.submit("a", (1, 2), outputs=2, choices=3)
+    with pytest.raises(Overloaded):
+        house.submit("b", (1, 2), outputs=2, choices=2)
+    house.submit("c", (1, 2), outputs=2)
+    house.run()
+    assert set(house.ended) == {"a", "c"}
+
+
+def test_a_failing_row_ends_its_request_only() -> None:
+    house = House(layout())
+    good = house.submit("good", (1, 2, 3), outputs=9)
+    bad = house.submit("bad", (4, 5, 6), outputs=9, choices=2)
+    plan = house.scheduler.plan(0.0)
+    assert plan is not None
+    result = house.device.run(plan)
+    broken = next(i for i, row in enumerate(plan.rows) if row.sequence == 1)
+    rows = list(result.rows)
+    rows[broken] = type(rows[broken])(failure="boom")
+    house.scheduler.commit(plan, type(result)(step_id=plan.step_id, rows=tuple(rows), device_s=0.0), 0.1)
+    house.scheduler.check()
+    house.run()
+    house.assert_answers(good)
+    assert all(isinstance(o.ending, EngineFailed) for o in house.outputs[bad])
+    assert house.ended[bad].outcome == "error"
+    house.assert_empty()
+
+
+def test_an_output_that_raises_ends_its_request_only() -> None:
+    house = House(layout())
+    good = house.submit("good", (1, 2, 3), outputs=9)
+    bad = house.submit("bad", (4, 5, 6), outputs=9)
+
+    def explode(_token: object) -> None:
+        raise ValueError("a bug in a parser")
+
+    house.outputs[bad][0].push = explode  # type: ignore[method-assign,assignment]
+    house.run()
+    house.assert_answers(good)
+    assert isinstance(house.outputs[bad][0].ending, EngineFailed)
+    house.assert_empty()
+
+
+def test_no_step_exceeds_its_token_budget_and_decodes_go_before_prompts() -> None:
+    house = House(layout(slabs=400), step_token_budget=10, prefill_chunk_tokens=8)
+    seen: list[tuple[RowPlan, ...]] = []
+    house.device.before_step = lambda plan: seen.append(plan.rows)
+    for number in range(5):
+        house.submit(f"{number}", tuple(range(30)), outputs=10)
+    house.run()
+    for rows in seen:
+        assert sum(len(row.tokens) for row in rows) <= 10
+        assert all(len(row.tokens) <= 8 for row in rows)
+
+
+def test_min_tokens_keeps_stop_ids_away_until_there_are_enough() -> None:
+    house = House(layout())
+    stop = StopRules(max_tokens=6, min_tokens=3)
+    output = CollectedOutput(stop)
+    house.scheduler.submit(
+        GenerationRequest(
+            request_id=RequestId("m"),
+            prompt_tokens=(1, 2, 3),
+            sampling=SamplingParams(),
+            stop=stop,
+            outputs=(output,),
+            arrival_s=0.0,
+        )
+    )
+    flags: list[bool] = []
+    house.device.before_step = lambda plan: flags.extend(row.suppress_stop for row in plan.rows)
+    house.run()
+    assert flags == [True, True, True, False, False, False]
