@@ -513,11 +513,11 @@ def default_of(each: Flag) -> Any:
 
 EXAMPLES = """\
 Examples:
-  twinpane serve smollm2-135m                            a small model that `make install` has put in place
-  twinpane serve ./my-model --max-model-len 32k          a local folder, shorter context, less memory
-  twinpane serve org/name --served-model-name mine       a model from the hub (HF_TOKEN, HF_HOME, HF_HUB_OFFLINE)
-  twinpane serve model.gguf --host 0.0.0.0 --port 9000   a GGUF file, reachable from other machines
-  TWINPANE_PORT=9000 twinpane serve smollm2-135m         every flag is also a variable; the command line wins
+  twinpane serve smollm2-135m                           a small model that `make install` brings
+  twinpane serve ./my-model --max-model-len 32k         a local folder, shorter context, less memory
+  twinpane serve org/name --served-model-name mine      a hub model; HF_TOKEN, HF_HOME are honoured
+  twinpane serve model.gguf --host 0.0.0.0 --port 9000  a GGUF file, reachable from other machines
+  TWINPANE_PORT=9000 twinpane serve                     flags are variables too; the flag wins
 """
 
 
