@@ -145,11 +145,11 @@ class InferenceEngine:
                 self.fail_all(EngineFailed("nothing that was accepted can run"))
             return False
         result = await asyncio.get_running_loop().run_in_executor(self._device, self._run_on_device, plan)
-        self._count_failures(result)
         facts = self._scheduler.commit(plan, result, self._clock())
         self._last_progress_s = self._clock()
         self._metrics.step(facts)
         self._note_if_empty()
+        self._count_failures(result)
         return True
 
     def _run_on_device(self, plan: StepPlan) -> StepResult:

@@ -1,0 +1,233 @@
+from __future__ import annotations
+
+import asyncio
+import random
+import threading
+import time
+
+import pytest
+
+from server.cache.kv_cache import KVCache
+from server.config import KVLayout, SchedulerConfig
+from server.engine import MAX_FAILED_STEPS, InferenceEngine
+from server.errors import EngineFailed, Unavailable
+from server.metrics import RequestFacts, StepFacts
+from server.request import EngineState, FinishReason, GenerationRequest, RequestId, SamplingParams, StopRules
+from server.scheduler.scheduler import Scheduler
+from server.step import PageKind, RowPlan, StepPlan
+from tests.fake_device import CollectedOutput, FakeDevice, text_alone
+
+LAYOUT = KVLayout(page_tokens=4, window_tokens=7, full_page_bytes=3, window_page_bytes=5, slab_bytes=15, slab_count=60)
+
+
+class RecordedMetrics:
+    def __init__(self) -> None:
+        self.steps: list[StepFacts] = []
+        self.ended: list[RequestFacts] = []
+
+    def step(self, facts: StepFacts) -> None:
+        self.steps.append(facts)
+
+    def request_ended(self, facts: RequestFacts) -> None:
+        self.ended.append(facts)
+
+
+class House:
+    """A started engine over the fake device; `async with`."""
+
+    def __init__(self, **config: int) -> None:
+        self.cache = KVCache(LAYOUT)
+        self.device = FakeDevice(layout=LAYOUT)
+        self.metrics = RecordedMetrics()
+        self.engine = InferenceEngine(
+            lambda on_end: Scheduler(SchedulerConfig(**config), self.cache, context_tokens=10_000, on_end=on_end),
+            self.device,
+            vocab_size=97,
+            metrics=self.metrics,
+        )
+
+    async def __aenter__(self) -> House:
+        await self.engine.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.engine.stop()
+
+    def submit(self, name: str, prompt: tuple[int, ...], *, outputs: int, choices: int = 1) -> list[CollectedOutput]:
+        stop = StopRules(max_tokens=outputs)
+        collected = [CollectedOutput(stop) for _ in range(choices)]
+        self.engine.submit(
+            GenerationRequest(
+                request_id=RequestId(name),
+                prompt_tokens=prompt,
+                sampling=SamplingParams(),
+                stop=stop,
+                outputs=tuple(collected),
+                arrival_s=self.engine.now(),
+            )
+        )
+        return collected
+
+    def assert_empty(self) -> None:
+        scheduler = self.engine._scheduler
+        scheduler.check()
+        assert scheduler.idle
+        assert not scheduler._requests
+        assert not scheduler._waiting
+        assert not self.cache._rows
+        assert all(self.cache.usage(kind) == 0 for kind in PageKind)
+
+
+def void(_value: object) -> None:
+    return None
+
+
+def fail_for(token: int):
+    def fails(row: RowPlan) -> None:
+        if row.start == 0 and row.tokens[0] == token:
+            raise RuntimeError("the device choked")
+
+    return fails
+
+
+async def test_every_accepted_request_gets_the_text_it_gets_alone() -> None:
+    async with House() as house:
+        outputs = {n: house.submit(f"{n}", (n, 2, 3), outputs=10 + n) for n in range(20)}
+        await asyncio.wait_for(house.engine.drained(), 10)
+        for n, (output,) in outputs.items():
+            assert output.ending is FinishReason.LENGTH
+            assert output.tokens == text_alone((n, 2, 3), 10 + n, layout=LAYOUT)
+        house.assert_empty()
+        assert [facts.outcome for facts in house.metrics.ended] == ["length"] * 20
+        assert sum(facts.generated_tokens for facts in house.metrics.steps) == sum(10 + n for n in range(20))
+
+
+async def test_five_hundred_random_cancels_leave_nothing_behind_and_disturb_nobody() -> None:
+    rng = random.Random(0)
+    async with House(max_sequences=8, step_token_budget=32, prefill_chunk_tokens=8) as house:
+        (steady,) = house.submit("steady", (1, 2, 3), outputs=150)
+        cancelled: list[CollectedOutput] = []
+        for number in range(500):
+            prompt = tuple(rng.randrange(97) for _ in range(rng.randint(1, 40)))
+            cancelled += house.submit(f"{number}", prompt, outputs=rng.randint(1, 40), choices=rng.choice([1, 1, 3]))
+            for _ in range(rng.randint(0, 3)):
+                await asyncio.sleep(0)
+            house.engine.cancel(RequestId(f"{number - rng.randint(0, 5)}"))
+        for number in range(500):
+            house.engine.cancel(RequestId(f"{number}"))
+        await asyncio.wait_for(house.engine.drained(), 20)
+        assert steady.tokens == text_alone((1, 2, 3), 150, layout=LAYOUT)
+        assert all(output.ending in ("cancelled", FinishReason.LENGTH) for output in cancelled)
+        assert len(house.metrics.ended) == 501
+        house.assert_empty()
+
+
+async def test_a_cancel_during_a_step_ends_the_request_before_the_step_is_over() -> None:
+    async with House() as house:
+        release, inside = threading.Event(), threading.Event()
+
+        def wait(_plan: StepPlan) -> None:
+            inside.set()
+            assert release.wait(5)
+
+        house.device.before_step = wait
+        (output,) = house.submit("a", (1, 2), outputs=50)
+        await asyncio.to_thread(inside.wait, 5)
+        house.engine.cancel(RequestId("a"))
+        assert output.ending == "cancelled"
+        assert output.tokens == []
+        assert house.cache.usage(PageKind.FULL) > 0, "its pages wait for the step that uses them"
+        release.set()
+        await asyncio.wait_for(house.engine.drained(), 5)
+        while house.cache.usage(PageKind.FULL):
+            await asyncio.sleep(0.001)
+        assert output.tokens == []
+        house.assert_empty()
+
+
+async def test_the_event_loop_lives_while_the_device_works() -> None:
+    async with House() as house:
+        house.device.before_step = lambda _plan: time.sleep(0.3)
+        house.submit("a", (1, 2), outputs=1)
+        ticks = 0
+        started = time.monotonic()
+        while time.monotonic() - started < 0.25:
+            await asyncio.sleep(0.005)
+            ticks += 1
+        assert ticks > 10
+        await asyncio.wait_for(house.engine.drained(), 5)
+
+
+async def test_a_request_that_breaks_the_step_fails_alone() -> None:
+    async with House() as house:
+        house.device.fails = fail_for(42)
+        outputs = {n: house.submit(f"{n}", (n, 2, 3), outputs=20)[0] for n in (1, 42, 7)}
+        await asyncio.wait_for(house.engine.drained(), 5)
+        assert isinstance(outputs[42].ending, EngineFailed)
+        for n in (1, 7):
+            assert outputs[n].tokens == text_alone((n, 2, 3), 20, layout=LAYOUT)
+        house.assert_empty()
+        assert sorted(facts.outcome for facts in house.metrics.ended) == ["error", "length", "length"]
+
+
+async def test_a_dead_device_fails_everything_and_says_so() -> None:
+    async with House() as house:
+
+        def dead(_row: RowPlan) -> None:
+            raise RuntimeError("no device")
+
+        house.device.fails = dead
+        for number in range(MAX_FAILED_STEPS):
+            (output,) = house.submit(f"{number}", (1, 2), outputs=5)
+            await asyncio.wait_for(house.engine.drained(), 5)
+            assert isinstance(output.ending, EngineFailed)
+        await asyncio.sleep(0.01)
+        assert house.engine.health().state is EngineState.FAILED
+        with pytest.raises(Unavailable) as refusal:
+            house.submit("late", (1, 2), outputs=5)
+        assert refusal.value.code == "engine_unavailable"
+        house.assert_empty()
+
+
+async def test_draining_refuses_new_requests_and_finishes_the_old() -> None:
+    async with House() as house:
+        (output,) = house.submit("a", (1, 2), outputs=30)
+        house.engine.begin_drain()
+        with pytest.raises(Unavailable) as refusal:
+            house.submit("b", (1, 2), outputs=30)
+        assert refusal.value.code == "server_draining"
+        await asyncio.wait_for(house.engine.drained(), 5)
+        assert output.ending is FinishReason.LENGTH
+
+
+async def test_before_start_a_request_is_told_that_the_model_loads() -> None:
+    house = House()
+    with pytest.raises(Unavailable) as refusal:
+        house.submit("a", (1, 2), outputs=3)
+    assert refusal.value.code == "model_loading"
+    await house.engine.stop()
+
+
+async def test_health_grows_old_only_while_work_waits_and_nothing_moves() -> None:
+    async with House() as house:
+        assert house.engine.health().idle_s == 0
+        release = threading.Event()
+        house.device.before_step = lambda _plan: void(release.wait(5))
+        house.submit("a", (1, 2), outputs=1)
+        await asyncio.sleep(0.1)
+        health = house.engine.health()
+        assert (health.running, health.state) == (1, EngineState.READY)
+        assert health.idle_s >= 0.09
+        release.set()
+        await asyncio.wait_for(house.engine.drained(), 5)
+        assert house.engine.health().idle_s == 0
+
+
+async def test_stopping_fails_what_is_left() -> None:
+    house = House()
+    await house.engine.start()
+    (output,) = house.submit("a", (1, 2), outputs=10_000 - 2)
+    await asyncio.sleep(0.01)
+    await house.engine.stop()
+    assert isinstance(output.ending, Unavailable)
+    house.assert_empty()
