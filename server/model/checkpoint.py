@@ -83,10 +83,7 @@ class GGUFCheckpoint:
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
         tensor = self._file.tensors[name]
-        if start or stop is not None:
-            values = tensor.dequantize(start, stop)
-        else:
-            values = tensor.dequantize()
+        values = tensor.dequantize(start, stop)
         return torch.from_numpy(values if values.flags.writeable else values.copy())
 
 

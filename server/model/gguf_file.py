@@ -45,7 +45,7 @@ _U64 = struct.Struct("<Q")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GGUFTensor:
-    """One tensor. shape is in torch order (GGUF writes it reversed); raw is [rows, bytes per row], a view of the file."""
+    """shape is in torch order (GGUF writes it reversed); raw is [rows, bytes per row], a view of the file."""
 
     name: str
     shape: tuple[int, ...]

@@ -5,11 +5,10 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from server.model.gguf_file import GGUFFile
-
 from server.model.families.keys import Keys, read_dtype
 from server.model.families.names import GGUF_NAMES, GGUF_TOP, HF_TOP, TensorNames, hf_layer
 from server.model.families.rope import read_rope
+from server.model.gguf_file import GGUFFile
 from server.model.spec import Activation, AttentionSpec, DenseSpec, LayerSpec, ModelSpec, RopeSpec, head_scale
 
 LOCAL_THETA = 1e4

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from server.model.gguf_file import GGUFFile
-
 from server.errors import StartupError
 from server.model.families.keys import Keys, read_dtype
 from server.model.families.names import GGUF_NAMES, GGUF_TOP, HF_TOP, TensorNames, hf_layer
 from server.model.families.rope import read_rope
+from server.model.gguf_file import GGUFFile
 from server.model.spec import Activation, AttentionSpec, DenseSpec, LayerSpec, ModelSpec, RopeSpec, head_scale
 
 HF_NAMES = TensorNames(
@@ -95,9 +94,7 @@ def parse_gguf(keys: Keys, file: GGUFFile) -> ModelSpec:
 def _gguf_rope(keys: Keys, file: GGUFFile, head_dim: int) -> RopeSpec:
     rotary_dim = keys.integer("llama.rope.dimension_count", default=head_dim)
     theta = keys.number("llama.rope.freq_base", default=1e4)
-    kind = keys.choice(
-        "llama.rope.scaling.type", allowed={"none": "none", "linear": "linear"}, default="none"
-    )
+    kind = keys.choice("llama.rope.scaling.type", allowed={"none": "none", "linear": "linear"}, default="none")
     linear = keys.number("llama.rope.scaling.factor") if kind == "linear" else 1.0
     divisors = None
     if "rope_freqs.weight" in file.tensors:

@@ -10,7 +10,7 @@ from server.errors import StartupError
 from server.model.families.keys import Keys, read_dtype
 from server.model.families.names import HF_TOP, TensorNames, hf_layer
 from server.model.families.rope import read_rope
-from server.model.spec import Activation, AttentionSpec, DenseSpec, LayerSpec, MoESpec, ModelSpec, head_scale
+from server.model.spec import Activation, AttentionSpec, DenseSpec, LayerSpec, ModelSpec, MoESpec, head_scale
 
 SILU = {"silu": Activation.SILU}
 
@@ -25,7 +25,9 @@ HF_NAMES = TensorNames(
         "sinks": tuple(_LAYER + name for name in _SINKS),
         "router": (f"{_LAYER}mlp.gate.weight",),
         "router_bias": (f"{_LAYER}mlp.gate.e_score_correction_bias",),
-        **{f"expert_{part}": (f"{_LAYER}mlp.experts.{{expert}}.{part}_proj.weight",) for part in ("gate", "up", "down")},
+        **{
+            f"expert_{part}": (f"{_LAYER}mlp.experts.{{expert}}.{part}_proj.weight",) for part in ("gate", "up", "down")
+        },
     },
     mtp={
         **hf_layer(_MTP),

@@ -1,0 +1,159 @@
+"""The one decoder: runs any tuple of layers over a batch of rows, reading and writing K/V in pages."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from kernels.interface import Kernels, PagedKV
+from server.model.batch import Batch
+from server.model.kv_arena import KVArena
+from server.model.spec import AttentionSpec, DenseSpec, LayerSpec, ModelSpec, MoESpec, RopeSpec
+from server.model.weights import AttentionWeights, DenseWeights, LayerWeights, MoEWeights, Weights
+from server.step import PageKind
+
+
+class Decoder:
+    """Stateless between steps but for its rotary tables: all state is in the arena and the page tables."""
+
+    def __init__(self, spec: ModelSpec, weights: Weights, kernels: Kernels) -> None:
+        self.spec = spec
+        self.weights = weights
+        self.kernels = kernels
+        self._rotary: dict[RopeSpec, RotaryTable] = {}
+        # Rounded as the weights are: the models were trained with the rounded factor.
+        self._embedding_scale = torch.tensor(spec.embedding_scale, dtype=weights.embedding.dtype).item()
+
+    @torch.inference_mode()
+    def forward(self, tokens: Tensor, batch: Batch, arena: KVArena) -> Tensor:
+        """tokens [T] int64 -> hidden [T, M] after the final norm. Writes the tokens' K/V into the batch's pages."""
+        hidden = torch.nn.functional.embedding(tokens, self.weights.embedding)
+        if self._embedding_scale != 1.0:
+            hidden = hidden * self._embedding_scale
+        rotary = {
+            rope: self._rotary_table(rope).at(batch.positions, hidden.dtype)
+            for rope in {layer.attention.rope for layer in self.spec.layers}
+        }
+        for layer, weights, kv in zip(self.spec.layers, self.weights.layers, arena.layers, strict=True):
+            hidden = self._layer(hidden, layer, weights, kv, batch, arena, rotary[layer.attention.rope])
+        return self.kernels.rms_norm(hidden, self.weights.final_norm, self.spec.norm_eps)
+
+    @torch.inference_mode()
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden [R, M] after the final norm -> [R, N] fp32"""
+        return self.kernels.linear(hidden, self.weights.head).float()
+
+    def _layer(
+        self,
+        hidden: Tensor,
+        layer: LayerSpec,
+        weights: LayerWeights,
+        kv: PagedKV,
+        batch: Batch,
+        arena: KVArena,
+        rotary: tuple[Tensor, Tensor],
+    ) -> Tensor:
+        eps, norm = self.spec.norm_eps, self.kernels.rms_norm
+        attended = self._attention(
+            norm(hidden, weights.attention_norm, eps), layer.attention, weights.attention, kv, batch, arena, rotary
+        )
+        if weights.attention_post_norm is not None:
+            attended = norm(attended, weights.attention_post_norm, eps)
+        hidden = hidden + attended
+        outcome = self._mlp(norm(hidden, weights.mlp_norm, eps), layer.mlp, weights.mlp)
+        if weights.mlp_post_norm is not None:
+            outcome = norm(outcome, weights.mlp_post_norm, eps)
+        return hidden + outcome
+
+    def _attention(
+        self,
+        x: Tensor,
+        spec: AttentionSpec,
+        weights: AttentionWeights,
+        kv: PagedKV,
+        batch: Batch,
+        arena: KVArena,
+        rotary: tuple[Tensor, Tensor],
+    ) -> Tensor:
+        kernels = self.kernels
+        rotated_heads = spec.heads + spec.kv_heads
+        qkv = kernels.linear(x, weights.qkv, weights.qkv_bias)
+        qk, v = qkv.split((rotated_heads * spec.head_dim, spec.kv_heads * spec.value_dim), dim=1)
+        qk = qk.unflatten(1, (rotated_heads, spec.head_dim))  # [T, H + K, D]
+        if weights.qk_norm is not None:
+            qk = kernels.rms_norm(qk, weights.qk_norm, self.spec.norm_eps)
+        kernels.rope(qk, *rotary)
+        v = v.unflatten(1, (spec.kv_heads, spec.value_dim))
+        if spec.value_scale != 1.0:
+            v = v * spec.value_scale
+        q, k = qk.split((spec.heads, spec.kv_heads), dim=1)
+        kind = PageKind.FULL if spec.window_keys is None else PageKind.WINDOW
+        kernels.write_kv(kv, k, v, batch.write_index(arena, kind))
+        plan = batch.attention_plan(kernels, arena, spec.window_keys)
+        attended = kernels.attention(q, kv, plan, scale=spec.scale, sinks=weights.sinks)
+        return kernels.linear(attended.flatten(1), weights.output, weights.output_bias)
+
+    def _mlp(self, x: Tensor, spec: DenseSpec | MoESpec, weights: DenseWeights | MoEWeights) -> Tensor:
+        kernels, activation = self.kernels, spec.activation.value
+        if isinstance(spec, MoESpec):
+            assert isinstance(weights, MoEWeights)
+            chosen, shares = kernels.route(
+                x,
+                weights.router,
+                weights.router_bias,
+                active=spec.active,
+                normalize=spec.normalize,
+                scale=spec.routed_scale,
+            )
+            return kernels.experts(x, chosen, shares, weights.gate_up, weights.down, activation)
+        assert isinstance(weights, DenseWeights)
+        inner = kernels.gated(kernels.linear(x, weights.gate_up, weights.gate_up_bias), activation)
+        return kernels.linear(inner, weights.down, weights.down_bias)
+
+    def _rotary_table(self, rope: RopeSpec) -> RotaryTable:
+        if rope not in self._rotary:
+            self._rotary[rope] = RotaryTable(rope, self.weights.embedding.device)
+        return self._rotary[rope]
+
+
+class RotaryTable:
+    """cos and sin of one RopeSpec by position, grown to the longest position seen; a step only looks them up."""
+
+    _SMALLEST = 4096
+
+    def __init__(self, rope: RopeSpec, device: torch.device) -> None:
+        self._frequencies = frequencies(rope).to(device)
+        self._cos = self._sin = torch.empty(0, 1, rope.rotary_dim, device=device)
+        self._dtype = torch.float32
+
+    def at(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """cos and sin [T, 1, rotary_dim], the first half of sin negated, as `Kernels.rope` takes them."""
+        longest = int(positions.max()) + 1
+        if longest > self._cos.shape[0] or dtype != self._dtype:
+            self._grow(longest, dtype)
+        return self._cos[positions], self._sin[positions]
+
+    def _grow(self, longest: int, dtype: torch.dtype) -> None:
+        rows = max(self._SMALLEST, 1 << (longest - 1).bit_length())
+        angle = torch.arange(rows, device=self._frequencies.device, dtype=torch.float32)[:, None] * self._frequencies
+        cos, sin = angle.cos(), angle.sin()
+        self._cos = torch.cat((cos, cos), -1)[:, None].to(dtype)
+        self._sin = torch.cat((-sin, sin), -1)[:, None].to(dtype)
+        self._dtype = dtype
+
+
+def frequencies(rope: RopeSpec) -> Tensor:
+    """Radians per position [rotary_dim / 2] fp32. Source: RoFormer, arXiv 2104.09864; the llama3 rule is Meta's
+    published `apply_scaling` of Llama 3.1."""
+    exponent = torch.arange(0, rope.rotary_dim, 2, dtype=torch.float32) / rope.rotary_dim
+    plain = 1.0 / rope.theta**exponent
+    if rope.divisors is not None:
+        plain = plain / torch.tensor(rope.divisors)
+    if rope.llama3 is not None:
+        factor, low, high, original = rope.llama3
+        wavelength = 2 * math.pi / plain
+        smooth = ((original / wavelength - low) / (high - low)).clamp(0.0, 1.0)
+        plain = (1 - smooth) * plain / factor + smooth * plain
+    return plain / rope.linear_factor

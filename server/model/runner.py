@@ -1,0 +1,64 @@
+"""One frozen plan in, one frozen result out: everything that a step does on the device."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+from server.model.batch import Batch
+from server.model.decoder import Decoder
+from server.model.kv_arena import KVArena
+from server.model.sampler import Sampler
+from server.step import PageKind, RowResult, StepPlan, StepResult
+
+
+class ModelRunner:
+    """Owner of the device tensors: weights, arena, page tables and sampling state. Used on the device thread only.
+
+    `slots` is the number of rows that the page tables have; a table row is long enough for `context_tokens`.
+    """
+
+    def __init__(self, decoder: Decoder, arena: KVArena, *, slots: int, context_tokens: int) -> None:
+        self._decoder = decoder
+        self._arena = arena
+        device = arena.memory.device
+        pages = -(-context_tokens // arena.layout.page_tokens)
+        self._tables = {kind: torch.zeros(slots, pages, dtype=torch.int32, device=device) for kind in PageKind}
+        self._sampler = Sampler(decoder.spec.vocab, device)
+        self._device = device
+
+    @torch.inference_mode()
+    def run(self, plan: StepPlan) -> StepResult:
+        started = time.perf_counter()
+        self._prepare(plan)
+        rows = self._compute(plan) if plan.rows else ()
+        return StepResult(step_id=plan.step_id, rows=rows, device_s=time.perf_counter() - started)
+
+    def _prepare(self, plan: StepPlan) -> None:
+        for move in plan.moves:
+            self._arena.copy_page(move.kind, move.source, move.target)
+        for write in plan.writes:
+            entries = torch.tensor(write.pages, dtype=torch.int32, device=self._device)
+            self._tables[write.kind][write.slot, write.first_page : write.first_page + len(write.pages)] = entries
+        for opening in plan.opened:
+            self._sampler.open(opening)
+
+    def _compute(self, plan: StepPlan) -> tuple[RowResult, ...]:
+        tokens = torch.tensor([token for row in plan.rows for token in row.tokens], device=self._device)
+        batch = Batch(
+            [(row.slot, row.start, len(row.tokens)) for row in plan.rows],
+            self._tables[PageKind.FULL],
+            self._tables[PageKind.WINDOW],
+        )
+        hidden = self._decoder.forward(tokens, batch, self._arena)
+        sampling = [index for index, row in enumerate(plan.rows) if row.samples]
+        results = [RowResult()] * len(plan.rows)
+        if sampling:
+            last = batch.last_tokens
+            logits = self._decoder.logits(hidden[[last[index] for index in sampling]])
+            for index, result in zip(
+                sampling, self._sampler.sample(logits, [plan.rows[index] for index in sampling]), strict=True
+            ):
+                results[index] = result
+        return tuple(results)
