@@ -14,7 +14,7 @@ from server.errors import EngineFailed, TwinpaneError, Unavailable
 from server.metrics import RequestFacts, StepFacts
 from server.request import EngineHealth, EngineLimits, EngineState, GenerationRequest, RequestId
 from server.scheduler.scheduler import Scheduler
-from server.step import RowResult, StepPlan, StepResult
+from server.step import RowPlan, RowResult, StepPlan, StepResult
 
 log = logging.getLogger("twinpane.engine")
 
@@ -166,7 +166,7 @@ class InferenceEngine:
             if len(plan.rows) == 1:
                 rows: list[RowResult] = [RowResult(failure=_cause(error))]
             else:
-                rows = [self._run_row(replace(plan, moves=(), rows=(row,))) for row in plan.rows]
+                rows = [self._run_row(_alone(plan, row)) for row in plan.rows]
             return StepResult(step_id=plan.step_id, rows=tuple(rows), device_s=time.perf_counter() - started)
 
     def _run_row(self, plan: StepPlan) -> RowResult:
@@ -198,6 +198,11 @@ class InferenceEngine:
     def _note_if_empty(self) -> None:
         if self._scheduler.idle:
             self._empty.set()
+
+
+def _alone(plan: StepPlan, row: RowPlan) -> StepPlan:
+    opened = tuple(opening for opening in plan.opened if opening.slot == row.slot)
+    return replace(plan, moves=(), opened=opened, rows=(row,))
 
 
 def _cause(error: Exception) -> str:

@@ -226,7 +226,7 @@ async def test_health_grows_old_only_while_work_waits_and_nothing_moves() -> Non
 async def test_stopping_fails_what_is_left() -> None:
     house = House()
     await house.engine.start()
-    (output,) = house.submit("a", (1, 2), outputs=10_000 - 2)
+    (output,) = house.submit("a", (1, 2), outputs=house.engine.limits.context_tokens - 2)
     await asyncio.sleep(0.01)
     await house.engine.stop()
     assert isinstance(output.ending, Unavailable)
