@@ -1,0 +1,309 @@
+"""The routes, and the one place where a call begins and ends.
+
+A plain ASGI application: its few routes are a table, and no default of a framework (plain-text errors, redirects for
+a slash, its own HEAD) has to be undone.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from typing import Any, TypeVar
+
+import orjson
+
+from server.api.answer import Job, collect, stream
+from server.api.body import ClientGone, check_media_type, decode_object, read_body
+from server.api.call import Call, ignored_header
+from server.api.chat import ChatStream, Head, StreamUsage, chat_completion
+from server.api.completions import CompletionStream, text_completion
+from server.api.context import ApiContext
+from server.api.errors import HttpRefusal, wire_error
+from server.api.fields import Json
+from server.api.parse_chat import parse_chat
+from server.api.parse_completion import CompletionRequest, parse_completion
+from server.api.parse_sampling import Border, Generation, model_name
+from server.errors import ModelNotFound, Overloaded, TooLong, TwinpaneError, Unavailable
+from server.request import EngineState
+
+logger = logging.getLogger("twinpane.api")
+T = TypeVar("T")
+
+AsgiApp = Callable[[Any, Callable[[], Awaitable[Any]], Callable[[Any], Awaitable[None]]], Awaitable[None]]
+Handler = Callable[[Call], Awaitable[None]]
+
+KNOWN_METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
+COMPLETION_DEFAULT_TOKENS = 16
+RETRY_AFTER_LOADING_S = 5.0
+RETRY_AFTER_OVERLOAD_S = 1.0
+MAX_REMEMBERED_NAMES = 1024
+MODEL_PREFIX = "/v1/models/"
+PROMETHEUS_TEXT = "text/plain; version=0.0.4; charset=utf-8"
+
+
+def build_app(ctx: ApiContext) -> AsgiApp:
+    """The ASGI application of one server."""
+    return Api(ctx).asgi
+
+
+class Api:
+    """Owner of what the routes share: how many prompts are being tokenized, and which ignored fields were logged."""
+
+    def __init__(self, ctx: ApiContext) -> None:
+        self._ctx = ctx
+        self._encoding = 0
+        self._logged_names: set[str] = set()
+        self._routes: Mapping[str, Mapping[str, Handler]] = {
+            "/v1/chat/completions": {"POST": self._chat},
+            "/v1/completions": {"POST": self._completions},
+            "/v1/models": {"GET": self._models},
+            "/health": {"GET": self._health},
+            "/ping": {"GET": self._health},
+            "/ready": {"GET": self._ready},
+            "/health/ready": {"GET": self._ready},
+            "/metrics": {"GET": self._metrics},
+            "/": {"GET": self._root},
+        }
+
+    async def asgi(
+        self, scope: Any, receive: Callable[[], Awaitable[Any]], send: Callable[[Any], Awaitable[None]]
+    ) -> None:
+        if scope["type"] == "lifespan":
+            await _lifespan(receive, send)
+            return
+        assert scope["type"] == "http", "only HTTP is served"
+        call = Call(scope, receive, send)
+        started_s = time.monotonic()
+        handler_name = "unmatched"
+        try:
+            handler_name, handler = self._route(call)
+            await handler(call)
+        except ClientGone:
+            call.lost()
+        except Exception as error:
+            await self._refuse(call, error)
+        finally:
+            call.unwatch()
+            method = call.method if call.method in KNOWN_METHODS else "OTHER"
+            self._ctx.metrics.http(method, handler_name, call.counted_status, time.monotonic() - started_s)
+            if call.gone and not call.ended:
+                logger.info("event=client_gone request_id=%s route=%s", call.request_id, handler_name)
+
+    def _route(self, call: Call) -> tuple[str, Handler]:
+        """The route's template and its handler; HEAD is answered as GET without the body."""
+        name = call.path
+        handlers = self._routes.get(name)
+        if handlers is None and name.startswith(MODEL_PREFIX) and len(name) > len(MODEL_PREFIX):
+            name, handlers = MODEL_PREFIX + "{id}", {"GET": self._model}
+        if handlers is None:
+            raise HttpRefusal(f"Invalid URL ({call.method} {call.path})", status=404, code="unknown_url")
+        handler = handlers.get("GET" if call.method == "HEAD" else call.method)
+        if handler is None:
+            allowed = "GET, HEAD" if "GET" in handlers else ", ".join(handlers)
+            raise HttpRefusal(
+                f"Not allowed to {call.method} on {call.path} (HINT: use {allowed}).",
+                status=405,
+                code="method_not_allowed",
+                headers={"allow": allowed},
+            )
+        return name, handler
+
+    async def _refuse(self, call: Call, error: Exception) -> None:
+        wire = wire_error(error, request_id=call.request_id)
+        if wire.status >= 500 and not isinstance(error, Unavailable):
+            logger.error("event=internal_error request_id=%s", call.request_id, exc_info=error)
+        if isinstance(error, (Overloaded, Unavailable, TooLong)) and wire.code is not None:
+            self._ctx.metrics.rejected(wire.code)
+        if call.status is None:
+            await call.refuse(wire)
+
+    # --- generation ---
+
+    async def _chat(self, call: Call) -> None:
+        body = await self._request_object(call)
+        request = parse_chat(body, border=self._border())
+        tokens = await self._encode(call, self._ctx.text.encode_chat(request.conversation))
+        generation = request.generation
+        with Job(self._ctx, call, generation) as job:
+            job.submit(tokens, param="messages", default_tokens=self._ctx.engine.limits.context_tokens)
+            head = self._head(f"chatcmpl-{call.request_id}")
+            headers = self._ignored(generation)
+            if generation.stream:
+                shape = ChatStream(head, choices=job.choices, stream_usage=_stream_usage(generation, job))
+                await stream(call, job, shape, keep_alive_s=self._ctx.http.sse_keep_alive_s, headers=headers)
+                return
+            choices = await collect(call, job)
+            logprobs = generation.sampling.logprobs is not None
+            answer = chat_completion(head, choices, prompt_tokens=job.prompt_tokens, logprobs=logprobs)
+            await call.respond(200, answer, headers)
+
+    async def _completions(self, call: Call) -> None:
+        body = await self._request_object(call)
+        request = parse_completion(body, border=self._border())
+        prompts = await self._encode(call, self._encode_prompts(request))
+        generation = request.generation
+        echoes = [
+            prompt if request.echo and isinstance(prompt, str) else ""
+            for prompt in request.prompts
+            for _ in range(generation.n)
+        ]
+        with Job(self._ctx, call, generation, prompts=len(prompts)) as job:
+            for prompt in prompts:
+                job.submit(prompt, param="prompt", default_tokens=COMPLETION_DEFAULT_TOKENS)
+            head = self._head(f"cmpl-{call.request_id}")
+            headers = self._ignored(generation)
+            if generation.stream:
+                shape = CompletionStream(head, echoes=echoes, stream_usage=_stream_usage(generation, job))
+                await stream(call, job, shape, keep_alive_s=self._ctx.http.sse_keep_alive_s, headers=headers)
+                return
+            choices = await collect(call, job)
+            logprobs = generation.sampling.logprobs is not None
+            answer = text_completion(head, choices, echoes=echoes, prompt_tokens=job.prompt_tokens, logprobs=logprobs)
+            await call.respond(200, answer, headers)
+
+    async def _request_object(self, call: Call) -> dict[str, Json]:
+        """The body as an object for a model that is served here, from a client that is being watched."""
+        check_media_type(call.headers)
+        raw = await read_body(call.receive, call.headers, max_bytes=self._ctx.http.max_body_bytes)
+        call.watch()
+        self._check_open()
+        body = decode_object(raw)
+        model = model_name(body)
+        if model not in self._ctx.model_names:
+            raise ModelNotFound(model[:256])
+        return body
+
+    def _check_open(self) -> None:
+        """Refuse what the engine would refuse, before any work is done for it."""
+        health = self._ctx.engine.health()
+        if health.state is not EngineState.READY:
+            raise _unavailable(health.state)
+        limit = self._ctx.max_queued_requests
+        if limit is not None and health.waiting + self._encoding >= limit:
+            raise Overloaded("The server is overloaded: its queue is full.", retry_after_s=RETRY_AFTER_OVERLOAD_S)
+
+    async def _encode(self, call: Call, work: Coroutine[Any, Any, T]) -> T:
+        """Tokens of a call, for as long as its client waits for them."""
+        self._encoding += 1
+        try:
+            return await call.unless_gone(work)
+        finally:
+            self._encoding -= 1
+
+    async def _encode_prompts(self, request: CompletionRequest) -> list[tuple[int, ...]]:
+        return [
+            await self._ctx.text.encode_prompt(prompt, add_special_tokens=request.add_special_tokens)
+            if isinstance(prompt, str)
+            else prompt
+            for prompt in request.prompts
+        ]
+
+    def _border(self) -> Border:
+        ctx = self._ctx
+        return Border(
+            limits=ctx.engine.limits,
+            defaults=ctx.defaults,
+            end_token_ids=ctx.text.tokenizer.stop_token_ids,
+            max_choices=ctx.http.max_choices,
+            max_logprobs=ctx.http.max_logprobs,
+        )
+
+    def _head(self, answer_id: str) -> Head:
+        ctx = self._ctx
+        return Head(
+            id=answer_id,
+            created=int(ctx.unix_time()),
+            model=ctx.model_names[0],
+            system_fingerprint=ctx.system_fingerprint,
+        )
+
+    def _ignored(self, generation: Generation) -> dict[str, str]:
+        if not generation.ignored:
+            return {}
+        header = ignored_header(generation.ignored)
+        fresh = [name for name in generation.ignored if name not in self._logged_names]
+        if fresh and len(self._logged_names) < MAX_REMEMBERED_NAMES:
+            self._logged_names.update(fresh)
+            logger.warning("event=ignored_params names=%s", header)
+        return {"x-ignored-params": header}
+
+    # --- what is served, and how it is ---
+
+    async def _models(self, call: Call) -> None:
+        cards = [self._card(name) for name in self._ctx.model_names]
+        await call.respond(200, orjson.dumps({"object": "list", "data": cards}))
+
+    async def _model(self, call: Call) -> None:
+        name = call.path.removeprefix(MODEL_PREFIX)
+        if name not in self._ctx.model_names:
+            raise ModelNotFound(name[:256])
+        await call.respond(200, orjson.dumps(self._card(name)))
+
+    def _card(self, name: str) -> dict[str, Any]:
+        context_tokens = self._ctx.engine.limits.context_tokens
+        return {
+            "id": name,
+            "object": "model",
+            "created": self._ctx.created_s,
+            "owned_by": "twinpane",
+            "root": self._ctx.root or self._ctx.model_names[0],
+            "parent": None,
+            "max_model_len": context_tokens,
+            "context_length": context_tokens,
+            "max_input_tokens": context_tokens - 1,
+            "max_output_tokens": context_tokens - 1,
+            "capabilities": {"vision": False, "audio": False, "video": False, "tools": False, "reasoning": False},
+            "meta": {"n_ctx": context_tokens},
+        }
+
+    async def _health(self, call: Call) -> None:
+        """Alive: the engine works, or has nothing to do. A server that drains is alive."""
+        health = self._ctx.engine.health()
+        if health.state not in (EngineState.READY, EngineState.DRAINING):
+            raise _unavailable(health.state)
+        if health.idle_s >= self._ctx.http.health_timeout_s:
+            raise Unavailable("The engine makes no progress.", code="engine_unavailable")
+        await call.respond(200, b'{"status":"ok"}')
+
+    async def _ready(self, call: Call) -> None:
+        """Wants new requests."""
+        state = self._ctx.engine.health().state
+        if state is not EngineState.READY:
+            raise _unavailable(state)
+        await call.respond(200, b'{"status":"ready"}')
+
+    async def _metrics(self, call: Call) -> None:
+        await call.respond(200, self._ctx.metrics.render(), {"content-type": PROMETHEUS_TEXT})
+
+    async def _root(self, call: Call) -> None:
+        await call.respond(200, b'{"server":"twinpane"}')
+
+
+def _stream_usage(generation: Generation, job: Job) -> StreamUsage:
+    return StreamUsage(
+        at_end=generation.include_usage,
+        on_chunks=generation.include_usage and generation.continuous_usage,
+        prompt_tokens=job.prompt_tokens,
+        tokens_so_far=lambda: job.tokens_so_far,
+    )
+
+
+def _unavailable(state: EngineState) -> TwinpaneError:
+    match state:
+        case EngineState.LOADING:
+            return Unavailable("The model is loading.", code="model_loading", retry_after_s=RETRY_AFTER_LOADING_S)
+        case EngineState.DRAINING:
+            return Unavailable(
+                "The server is shutting down.", code="server_draining", retry_after_s=RETRY_AFTER_LOADING_S
+            )
+        case _:
+            return Unavailable("The engine has stopped.", code="engine_unavailable")
+
+
+async def _lifespan(receive: Callable[[], Awaitable[Any]], send: Callable[[Any], Awaitable[None]]) -> None:
+    while True:
+        message = await receive()
+        await send({"type": message["type"] + ".complete"})
+        if message["type"] == "lifespan.shutdown":
+            return

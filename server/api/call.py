@@ -1,0 +1,149 @@
+"""One HTTP call: what the client sent, what was answered, and whether the client is still there."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import re
+import secrets
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from typing import Any, TypeVar
+
+from server.api.body import ClientGone
+from server.api.errors import CLIENT_GONE_STATUS, WireError
+from server.request import RequestId
+
+T = TypeVar("T")
+Headers = Mapping[str, str]
+
+MAX_REQUEST_ID_CHARACTERS = 128
+MAX_IGNORED_NAMES = 32
+
+_NOT_IN_ID = re.compile(r"[^A-Za-z0-9._:\-]")
+_NOT_IN_NAME = re.compile(r"[^A-Za-z0-9._\-]")
+_engine_ids = itertools.count(1)
+
+
+def request_id_of(given: bytes) -> str:
+    """The client's own id, reduced to harmless characters, or a new one."""
+    kept = _NOT_IN_ID.sub("", given.decode("latin-1"))[:MAX_REQUEST_ID_CHARACTERS]
+    return kept or secrets.token_hex(16)
+
+
+def ignored_header(names: tuple[str, ...]) -> str:
+    """Names of fields without effect, fit for a header whatever the client called them."""
+    shown = [_NOT_IN_NAME.sub("?", name[:64]) for name in names[:MAX_IGNORED_NAMES]]
+    if len(names) > MAX_IGNORED_NAMES:
+        shown.append("...")
+    return ", ".join(shown)
+
+
+class Call:
+    """Owner: the task that handles the call.
+
+    A client that closes its connection, or only its sending half, is gone: `watch` notices, and every wait that goes
+    through `unless_gone` or `on_gone` ends at once.
+    """
+
+    def __init__(
+        self,
+        scope: Mapping[str, Any],
+        receive: Callable[[], Awaitable[Any]],
+        send: Callable[[Any], Awaitable[None]],
+    ) -> None:
+        self.method: str = scope["method"]
+        self.path: str = scope["path"]
+        self.headers: dict[bytes, bytes] = dict(scope["headers"])
+        self.receive = receive
+        self.request_id = request_id_of(self.headers.get(b"x-request-id", b""))
+        self.status: int | None = None
+        self.ended = False
+        self._send = send
+        self._gone = asyncio.Event()
+        self._on_gone: Callable[[], object] | None = None
+        self._watcher: asyncio.Task[None] | None = None
+
+    @property
+    def gone(self) -> bool:
+        return self._gone.is_set()
+
+    def engine_id(self) -> RequestId:
+        """An id for the engine: readable in logs, and unique though clients may repeat theirs."""
+        return RequestId(f"{self.request_id}#{next(_engine_ids)}")
+
+    # --- the client's end of the line ---
+
+    def watch(self) -> None:
+        """Start looking for the end of the connection; the body must have been read."""
+        assert self._watcher is None
+        self._watcher = asyncio.get_running_loop().create_task(self._watch())
+
+    def unwatch(self) -> None:
+        if self._watcher is not None:
+            self._watcher.cancel()
+
+    def on_gone(self, callback: Callable[[], object]) -> None:
+        """Call back when the client goes away, or now if it already went."""
+        self._on_gone = callback
+        if self.gone:
+            callback()
+
+    async def unless_gone(self, work: Coroutine[Any, Any, T]) -> T:
+        """The result of some work, or ClientGone as soon as nobody waits for it any more."""
+        task = asyncio.get_running_loop().create_task(work)
+        self.on_gone(task.cancel)
+        try:
+            return await task
+        except asyncio.CancelledError:
+            if self.gone:
+                raise ClientGone from None
+            raise
+        finally:
+            task.cancel()
+            self._on_gone = None
+
+    def lost(self) -> None:
+        """Note that the client is gone."""
+        if not self.gone:
+            self._gone.set()
+            if self._on_gone is not None:
+                self._on_gone()
+
+    async def _watch(self) -> None:
+        while True:
+            message = await self.receive()
+            if message["type"] == "http.disconnect":
+                self.lost()
+                return
+
+    # --- what is answered ---
+
+    async def start(self, status: int, headers: Headers) -> None:
+        assert self.status is None, "a response starts once"
+        self.status = status
+        lines = [(name.encode("latin-1"), value.encode("latin-1", "replace")) for name, value in headers.items()]
+        lines.append((b"x-request-id", self.request_id.encode()))
+        await self._put({"type": "http.response.start", "status": status, "headers": lines})
+
+    async def write(self, data: bytes, *, more: bool) -> None:
+        self.ended = not more
+        await self._put({"type": "http.response.body", "body": data, "more_body": more})
+
+    async def respond(self, status: int, body: bytes, headers: Headers | None = None) -> None:
+        """A whole response; of a HEAD only the headers are sent."""
+        fixed = {"content-type": "application/json", "content-length": str(len(body))}
+        await self.start(status, fixed | dict(headers or {}))
+        await self.write(b"" if self.method == "HEAD" else body, more=False)
+
+    async def refuse(self, error: WireError) -> None:
+        await self.respond(error.status, error.body(), error.headers)
+
+    @property
+    def counted_status(self) -> int:
+        return CLIENT_GONE_STATUS if self.gone and not self.ended else self.status or 500
+
+    async def _put(self, message: dict[str, Any]) -> None:
+        try:
+            await self._send(message)
+        except OSError:
+            self.lost()
