@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -154,7 +155,7 @@ class Tokenizer:
             return ids
         # Merges (or a whole-word look-up) put a control token together from its characters: no piece may hold them all.
         cuts = [0, *(start + 1 for start in self.control.starts(text)), len(text)]
-        pieces = [text[start:stop] for start, stop in zip(cuts, cuts[1:], strict=False)]
+        pieces = [text[start:stop] for start, stop in pairwise(cuts)]
         return [index for piece in pieces for index in self._run(self._plain, piece)]
 
     @staticmethod
