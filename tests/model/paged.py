@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -23,23 +24,24 @@ POISON = 3e4
 """Finite, far outside of any activation, and still far from overflow when a mask multiplies it by 0."""
 
 
-def make_arena(
-    spec: ModelSpec, *, page_tokens: int, tokens: int, dtype: torch.dtype = torch.float32, sequences: int = 8
-) -> KVArena:
+def slabs_per_kind(layout: KVLayout, pages: int) -> tuple[int, int]:
+    """Slabs that hold `pages` pages of each kind."""
+    window = -(-pages // layout.window_pages_per_slab) if layout.has_window else 0
+    return -(-pages // layout.full_pages_per_slab), window
+
+
+def make_arena(spec: ModelSpec, *, page_tokens: int, pages: int, dtype: torch.dtype = torch.float32) -> KVArena:
+    """An arena with room for `pages` pages of each kind."""
     full, window = page_byte_sizes(spec, page_tokens, dtype)
-    slab = choose_slab_bytes(full, window)
-    pages = tokens // page_tokens + sequences + 1
-    # Room for all pages of both kinds, each in slabs of its own.
-    slabs = -(-pages // (slab // full)) + (-(-pages // (slab // window)) if window else 0)
     layout = KVLayout(
         page_tokens=page_tokens,
         window_tokens=spec.window_tokens,
         full_page_bytes=full,
         window_page_bytes=window,
-        slab_bytes=slab,
-        slab_count=slabs,
+        slab_bytes=choose_slab_bytes(full, window),
+        slab_count=0,
     )
-    return KVArena(spec, layout, dtype)
+    return KVArena(spec, replace(layout, slab_count=sum(slabs_per_kind(layout, pages))), dtype)
 
 
 class PagedSequences:
@@ -58,7 +60,8 @@ class PagedSequences:
         poison: float | None = POISON,
     ) -> None:
         self.random = random.Random(seed)
-        self.arena = make_arena(spec, page_tokens=page_tokens, tokens=tokens, dtype=dtype, sequences=slots)
+        self.pages_of_a_kind = tokens // page_tokens + slots + 1
+        self.arena = make_arena(spec, page_tokens=page_tokens, pages=self.pages_of_a_kind, dtype=dtype)
         self.spec = spec
         self.poison = poison
         self.decoder = Decoder(spec, weights, ReferenceKernels())
@@ -76,28 +79,16 @@ class PagedSequences:
         layout = self.arena.layout
         slabs = list(range(layout.slab_count))
         self.random.shuffle(slabs)
-        full_pages = max(1, self.tables_pages_needed() // 1)
-        full_slabs = min(len(slabs) - bool(layout.has_window), -(-full_pages // layout.full_pages_per_slab))
-        free: dict[PageKind, list[int]] = {PageKind.FULL: [], PageKind.WINDOW: []}
-        for position, slab in enumerate(slabs):
-            kind = PageKind.FULL if position < full_slabs or not layout.has_window else PageKind.WINDOW
+        free: dict[PageKind, list[int]] = {}
+        for kind, count in zip(PageKind, slabs_per_kind(layout, self.pages_of_a_kind), strict=True):
             per_slab = self.arena.pages_per_slab(kind)
-            free[kind] += range(slab * per_slab, (slab + 1) * per_slab)
-        for pages in free.values():
-            self.random.shuffle(pages)
+            free[kind] = [slab * per_slab + page for slab in slabs[:count] for page in range(per_slab)]
+            self.random.shuffle(free[kind])
+            del slabs[:count]
         return free
 
-    def tables_pages_needed(self) -> int:
-        layout = self.arena.layout
-        per_slab = layout.full_pages_per_slab
-        if not layout.has_window:
-            return layout.slab_count * per_slab
-        # The share that make_arena counted for full pages.
-        window_slabs_per_full = per_slab / layout.window_pages_per_slab
-        return int(layout.slab_count / (1 + window_slabs_per_full)) * per_slab
-
-    def step(self, rows: Sequence[tuple[int, Sequence[int]]]) -> list[Tensor]:
-        """rows of (slot, new tokens) -> logits [count, N] of each row."""
+    def step(self, rows: Sequence[tuple[int, Sequence[int]]], *, last_only: bool = False) -> list[Tensor]:
+        """rows of (slot, new tokens) -> logits [count, N] of each row, or [1, N] of its last token."""
         spans = []
         for slot, tokens in rows:
             start = self.known[slot]
@@ -106,9 +97,12 @@ class PagedSequences:
             self.known[slot] += len(tokens)
         batch = Batch(spans, self.tables[PageKind.FULL], self.tables[PageKind.WINDOW])
         flat = torch.tensor([token for _, tokens in rows for token in tokens])
-        logits = self.decoder.logits(self.decoder.forward(flat, batch, self.arena))
+        hidden = self.decoder.forward(flat, batch, self.arena)
         for slot, _ in rows:
             self._release(slot)
+        if last_only:
+            return list(self.decoder.logits(hidden[batch.last_tokens]).split(1))
+        logits = self.decoder.logits(hidden)
         return list(logits.split([len(tokens) for _, tokens in rows]))
 
     def _map(self, slot: int, tokens: int) -> None:

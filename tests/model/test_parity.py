@@ -1,0 +1,292 @@
+"""The decoder over pages computes what transformers, or the published description, computes over a whole sequence."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    GenerationConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MiMoV2FlashConfig,
+    MiMoV2FlashForCausalLM,
+    PreTrainedModel,
+)
+
+from server.model.checkpoint import GGUFCheckpoint
+from server.model.families import spec_from_gguf
+from server.model.gguf_file import GGUFFile
+from server.model.spec import ModelSpec
+from server.model.weights import Weights, load_weights
+from tests.model.checkpoints import PRO_CONFIG, load_folder, pro_tensors, write_checkpoint
+from tests.model.dense_reference import mimo_logits
+from tests.model.oracle import transformers_model_from_gguf
+from tests.model.paged import PagedSequences
+
+TOLERANCE = 1e-4
+GREEDY_TOKENS = 12
+
+Model = tuple[PreTrainedModel, ModelSpec, Weights]
+
+
+def llama(**changes: Any) -> PreTrainedModel:
+    config = LlamaConfig(
+        vocab_size=97,
+        hidden_size=48,
+        intermediate_size=64,
+        num_hidden_layers=3,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        max_position_embeddings=2048,
+        **{"tie_word_embeddings": False, **changes},
+    )
+    return LlamaForCausalLM(config)
+
+
+def gemma3(**changes: Any) -> PreTrainedModel:
+    config = Gemma3TextConfig(
+        vocab_size=97,
+        hidden_size=48,
+        intermediate_size=64,
+        num_hidden_layers=7,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        query_pre_attn_scalar=24,
+        sliding_window=20,
+        max_position_embeddings=2048,
+        **changes,
+    )
+    return Gemma3ForCausalLM(config)
+
+
+def mimo(**changes: Any) -> PreTrainedModel:
+    config = MiMoV2FlashConfig(
+        vocab_size=97,
+        hidden_size=48,
+        intermediate_size=64,
+        num_hidden_layers=7,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        head_dim=24,
+        v_head_dim=16,
+        sliding_window=17,
+        moe_intermediate_size=24,
+        n_routed_experts=10,
+        num_experts_per_tok=3,
+        max_position_embeddings=2048,
+        **changes,
+    )
+    return MiMoV2FlashForCausalLM(config)
+
+
+MODELS: dict[str, Callable[[], PreTrainedModel]] = {
+    "llama": llama,
+    "llama-tied-biases-head-dim": lambda: llama(
+        tie_word_embeddings=True, attention_bias=True, mlp_bias=True, head_dim=16
+    ),
+    "llama-linear-rope": lambda: llama(rope_parameters={"rope_type": "linear", "factor": 4.0, "rope_theta": 5e4}),
+    "llama-llama3-rope": lambda: llama(
+        rope_parameters={
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 64,
+            "rope_theta": 1e4,
+        }
+    ),
+    "gemma3": gemma3,
+    "gemma3-linear-rope-uneven-layers": lambda: gemma3(
+        layer_types=[
+            f"{kind}_attention" for kind in ["full", "sliding", "sliding", "full", "full", "sliding", "sliding"]
+        ],
+        rope_parameters={
+            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        },
+    ),
+    "mimo_v2_flash": mimo,
+}
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Model:
+    torch.manual_seed(0)
+    oracle = MODELS[request.param]().eval().float()
+    oracle.set_attn_implementation("eager")
+    randomize(oracle)
+    folder = tmp_path_factory.mktemp("checkpoint")
+    oracle.save_pretrained(folder)
+    return oracle, *load_folder(folder)
+
+
+def randomize(model: PreTrainedModel) -> None:
+    """transformers starts norms, sinks and biases as ones or zeros, which would hide a missing one."""
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if "inv_freq" in name or "embed_scale" in name:
+            continue
+        spread = 0.3 if tensor.dim() == 1 else tensor.shape[-1] ** -0.5
+        centre = 1.0 if re.search("norm", name) and tensor.detach().mean() > 0.5 else 0.0
+        with torch.no_grad():
+            tensor.copy_(centre + spread * torch.randn_like(tensor))
+            if "sinks" in name:
+                tensor.mul_(4.0)
+
+
+@torch.no_grad()
+def oracle_logits(oracle: PreTrainedModel, tokens: list[int]) -> Tensor:
+    return oracle(torch.tensor([tokens])).logits[0]
+
+
+def prompts(vocab: int, lengths: tuple[int, ...], seed: int = 1) -> list[list[int]]:
+    generator = random.Random(seed)
+    return [[generator.randrange(vocab) for _ in range(length)] for length in lengths]
+
+
+def run_interleaved(
+    sequences: PagedSequences, texts: list[list[int]], chunks: tuple[int, ...], seed: int = 2
+) -> list[Tensor]:
+    """Feed all texts, a random subset of the sequences a step, each with the next chunk size; logits per sequence."""
+    generator = random.Random(seed)
+    parts: list[list[Tensor]] = [[] for _ in texts]
+    while unfinished := [slot for slot, text in enumerate(texts) if sequences.known[slot] < len(text)]:
+        chosen = generator.sample(unfinished, generator.randint(1, len(unfinished)))
+        rows = []
+        for slot in chosen:
+            start = sequences.known[slot]
+            rows.append((slot, texts[slot][start : start + generator.choice(chunks)]))
+        for slot, logits in zip(chosen, sequences.step(rows), strict=True):
+            parts[slot].append(logits)
+    return [torch.cat(part) for part in parts]
+
+
+@pytest.mark.parametrize("chunks", [(1,), (7,), (64,), (10_000,), (1, 7, 64, 150)], ids=str)
+def test_logits_equal_the_oracle_at_every_position_in_any_chunking(model: Model, chunks: tuple[int, ...]) -> None:
+    oracle, spec, weights = model
+    lengths = (130, 61, 3) if chunks == (1,) else (320, 131, 64, 17, 1)
+    texts = prompts(spec.vocab, lengths)
+    sequences = PagedSequences(spec, weights, page_tokens=4, tokens=1024)
+    for text, logits in zip(texts, run_interleaved(sequences, texts, chunks), strict=True):
+        error = (logits - oracle_logits(oracle, text)).abs().max()
+        assert error <= TOLERANCE, f"{len(text)} tokens: {error}"
+
+
+@pytest.mark.parametrize("page_tokens", [1, 16])
+def test_page_size_changes_nothing(model: Model, page_tokens: int) -> None:
+    oracle, spec, weights = model
+    texts = prompts(spec.vocab, (140, 33))
+    sequences = PagedSequences(spec, weights, page_tokens=page_tokens, tokens=512)
+    for text, logits in zip(texts, run_interleaved(sequences, texts, (1, 7, 64)), strict=True):
+        assert (logits - oracle_logits(oracle, text)).abs().max() <= TOLERANCE
+
+
+def test_greedy_continuations_are_equal(model: Model) -> None:
+    oracle, spec, weights = model
+    texts = prompts(spec.vocab, (200, 90, 21, 2), seed=3)
+    sequences = PagedSequences(spec, weights, page_tokens=4, tokens=1024)
+    last = [logits[-1:] for logits in run_interleaved(sequences, texts, (30, 64))]
+    ours = [list(text) for text in texts]
+    for _ in range(GREEDY_TOKENS):
+        chosen = [int(logits.argmax()) for logits in last]
+        for text, token in zip(ours, chosen, strict=True):
+            text.append(token)
+        last = sequences.step([(slot, [token]) for slot, token in enumerate(chosen)], last_only=True)
+    for text, extended in zip(texts, ours, strict=True):
+        expected = oracle_logits(oracle, extended)[len(text) - 1 : -1].argmax(-1)
+        assert extended[len(text) :] == expected.tolist()
+
+
+def test_garbage_in_unseen_memory_does_not_change_a_bit(model: Model) -> None:
+    _, spec, weights = model
+    texts = prompts(spec.vocab, (150, 40, 9))
+    runs = []
+    for poison in (0.0, 3e4, -7e28):
+        sequences = PagedSequences(spec, weights, page_tokens=4, tokens=512, poison=poison)
+        runs.append(torch.cat(run_interleaved(sequences, texts, (1, 5, 33))))
+    assert torch.equal(runs[0], runs[1])
+    assert torch.equal(runs[0], runs[2])
+
+
+@pytest.fixture(scope="module")
+def pro_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("pro")
+    write_checkpoint(folder, PRO_CONFIG, pro_tensors(PRO_CONFIG))
+    return folder
+
+
+@pytest.mark.parametrize("window_keys", [None, 128])
+def test_mimo_pro_equals_its_description(pro_folder: Path, window_keys: int | None) -> None:
+    spec, weights = load_folder(pro_folder, window_keys=window_keys)
+    assert len(spec.mtp_layers) == 3
+    texts = prompts(spec.vocab, (800, 140), seed=4)
+    sequences = PagedSequences(spec, weights, page_tokens=16, tokens=1600)
+    for text, logits in zip(texts, run_interleaved(sequences, texts, (1, 64, 100, 300)), strict=True):
+        expected = mimo_logits(PRO_CONFIG, pro_tensors(PRO_CONFIG), torch.tensor(text), window_keys or 129)
+        assert (logits - expected).abs().max() <= TOLERANCE
+        assert torch.equal(logits.argmax(-1), expected.argmax(-1))
+
+
+def test_the_window_option_of_mimo_matters(pro_folder: Path) -> None:
+    text = prompts(128, (200,), seed=5)[0]
+    results = []
+    for window_keys in (128, 129):
+        spec, weights = load_folder(pro_folder, window_keys=window_keys)
+        results.append(PagedSequences(spec, weights, tokens=512).step([(0, text)])[0])
+    difference = (results[0] - results[1]).abs().amax(-1)
+    assert difference[:128].max() <= TOLERANCE
+    assert difference[128:].max() > 100 * TOLERANCE
+
+
+def real_text(file: GGUFFile, space: str) -> list[int]:
+    """Tokens of real prose: the whole words of the licence that the vocabulary has."""
+    vocabulary = {token: index for index, token in enumerate(file.metadata["tokenizer.ggml.tokens"])}
+    words = (Path(__file__).parents[2] / "LICENSE").read_text().split()
+    return [vocabulary[space + word] for word in words * 2 if space + word in vocabulary]
+
+
+@pytest.mark.parametrize(("fixture", "space", "start"), [("smollm2_gguf", "Ġ", []), ("gemma3_gguf", "▁", [2])])
+def test_real_models_answer_as_transformers_does(
+    request: pytest.FixtureRequest, fixture: str, space: str, start: list[int]
+) -> None:
+    path = request.getfixturevalue(fixture)
+    file = GGUFFile(path)
+    spec = spec_from_gguf(file)
+    weights = load_weights(spec, GGUFCheckpoint(file), torch.float32)
+    words = real_text(file, space)
+    texts = [
+        start + words[first : first + length] for first, length in ((0, 20), (50, 90), (7, 333), (20, 700), (0, 2000))
+    ]
+    assert [len(text) - len(start) for text in texts] == [20, 90, 333, 700, 2000]
+    ours = greedy_of_ours(spec, weights, texts, tokens=24)
+    oracle = transformers_model_from_gguf(path)
+    settings = GenerationConfig(max_new_tokens=24, do_sample=False, eos_token_id=None, pad_token_id=0)
+    for text, continuation in zip(texts, ours, strict=True):
+        tokens = torch.tensor([text])
+        expected = oracle.generate(tokens, attention_mask=torch.ones_like(tokens), generation_config=settings)[0]
+        assert continuation == expected[len(text) :].tolist(), f"prompt of {len(text)} tokens"
+
+
+def greedy_of_ours(spec: ModelSpec, weights: Weights, texts: list[list[int]], *, tokens: int) -> list[list[int]]:
+    """All prompts at once, in chunks of at most 256 tokens, then decoded together."""
+    sequences = PagedSequences(spec, weights, page_tokens=16, tokens=4096)
+    last: dict[int, Tensor] = {}
+    while unfinished := [slot for slot, text in enumerate(texts) if sequences.known[slot] < len(text)]:
+        rows = [(slot, texts[slot][sequences.known[slot] :][:256]) for slot in unfinished]
+        last |= zip(unfinished, sequences.step(rows, last_only=True), strict=True)
+    continuations: list[list[int]] = [[] for _ in texts]
+    for _ in range(tokens):
+        for slot, continuation in enumerate(continuations):
+            continuation.append(int(last[slot].argmax()))
+        rows = [(slot, continuation[-1:]) for slot, continuation in enumerate(continuations)]
+        last = dict(enumerate(sequences.step(rows, last_only=True)))
+    return continuations
