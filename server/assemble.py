@@ -1,0 +1,266 @@
+"""The one file that knows every concrete class: from a configuration to a running server."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from kernels.reference import ReferenceKernels
+from server.api.app import build_app
+from server.api.context import ApiContext, SamplingDefaults
+from server.api.serve import bind_socket, new_event_loop
+from server.api.serve import serve as serve_http
+from server.cache.kv_cache import KVCache
+from server.config import ModelConfig, ServeConfig
+from server.engine import InferenceEngine
+from server.errors import StartupError
+from server.metrics import Metrics
+from server.model.checkpoint import Checkpoint, GGUFCheckpoint, SafetensorsCheckpoint
+from server.model.decoder import Decoder
+from server.model.families import count_mtp_layers, spec_from_config, spec_from_gguf
+from server.model.generation import GenerationConfig, read_generation_config
+from server.model.gguf_file import GGUFFile
+from server.model.kv_arena import KVArena
+from server.model.memory_plan import MemoryPlan, available_bytes, plan_memory
+from server.model.runner import ModelRunner
+from server.model.source import ModelSource, resolve
+from server.model.spec import ModelSpec
+from server.model.weights import checkpoint_bytes, load_weights
+from server.request import EngineState
+from server.scheduler.scheduler import Scheduler
+from server.text.chat_template import ChatTemplate
+from server.text.family_templates import family_template
+from server.text.service import TextService
+from server.text.tokenizer import Tokenizer
+
+log = logging.getLogger("twinpane")
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Model:
+    """A model described but not loaded: everything that can be refused without reading a weight has been."""
+
+    source: ModelSource
+    spec: ModelSpec
+    checkpoint: Checkpoint
+    tokenizer: Tokenizer
+    template: ChatTemplate | None
+    generation: GenerationConfig
+    dtype: torch.dtype
+    device: torch.device
+    memory: MemoryPlan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Server:
+    """The parts that a running server consists of."""
+
+    engine: InferenceEngine
+    cache: KVCache
+    runner: ModelRunner
+    text: TextService
+    context: ApiContext
+
+
+def serve(config: ServeConfig) -> int:
+    """Serve until told to stop. Returns the exit code: 0 clean, 1 when the engine failed. Raises StartupError."""
+    logging.basicConfig(
+        level=config.http.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s %(message)s", force=True
+    )
+    sock = bind_socket(config.http.host, config.http.port, config.http.uds)
+    try:
+        server = build(config, describe(config))
+
+        async def run() -> None:
+            await server.engine.start()
+            try:
+                await serve_http(build_app(server.context), sock, config.http, server.engine)
+            finally:
+                await server.engine.stop()
+                server.text.close()
+
+        with asyncio.Runner(loop_factory=new_event_loop) as runner:
+            runner.run(run())
+    finally:
+        sock.close()
+    return 1 if server.engine.health().state is EngineState.FAILED else 0
+
+
+def describe(config: ServeConfig) -> Model:
+    """Find the model, read its description and divide memory."""
+    wanted = config.model
+    device = _device(config.device)
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
+    source = resolve(
+        wanted.model, cache_folder=wanted.cache_folder, revision=wanted.revision, tokenizer=wanted.tokenizer
+    )
+    metadata: Mapping[str, Any]
+    if source.kind == "gguf":
+        file = GGUFFile(source.path)
+        metadata = file.metadata
+        spec, checkpoint = spec_from_gguf(file, window_keys=wanted.window_keys), GGUFCheckpoint(file)
+    else:
+        metadata = _read_config(source.path)
+        checkpoint = SafetensorsCheckpoint(source.path)
+        mtp_layers = count_mtp_layers(checkpoint.tensors)
+        spec = spec_from_config(metadata, mtp_layers=mtp_layers, window_keys=wanted.window_keys)
+    generation = read_generation_config(
+        source.path if source.kind == "hf" else None,
+        source=wanted.generation_config,
+        override=wanted.override_generation_config,
+        config=metadata,
+    )
+    tokenizer = _tokenizer(wanted, source, metadata, generation)
+    if tokenizer.vocab_size > spec.vocab:
+        log.warning("event=vocabulary_mismatch tokenizer=%d model=%d", tokenizer.vocab_size, spec.vocab)
+    dtype = _dtype(wanted.dtype, spec, device)
+    memory = plan_memory(
+        spec,
+        cache=config.cache,
+        scheduler=config.scheduler,
+        max_model_tokens=wanted.max_model_tokens,
+        dtype=dtype,
+        device=device,
+        available=available_bytes(device),
+    )
+    checkpoint_bytes(spec, checkpoint)  # names every missing or unused tensor
+    return Model(
+        source=source,
+        spec=spec,
+        checkpoint=checkpoint,
+        tokenizer=tokenizer,
+        template=_template(wanted, source, metadata, spec, tokenizer),
+        generation=generation,
+        dtype=dtype,
+        device=device,
+        memory=memory,
+    )
+
+
+def build(config: ServeConfig, model: Model) -> Server:
+    """Load the weights and put the parts together. The engine is not started."""
+    names = config.model.served_model_names or (model.source.name,)
+    print(f"{names[0]}:\n{model.memory.table(str(model.source.path))}", flush=True)
+    runner = _load(config, model)
+    cache = KVCache(model.memory.layout)
+    metrics = Metrics(names[0])
+    engine = InferenceEngine(
+        lambda on_end: Scheduler(config.scheduler, cache, context_tokens=model.memory.context_tokens, on_end=on_end),
+        runner,
+        vocab_size=model.spec.vocab,
+        metrics=metrics,
+    )
+    text = TextService(model.tokenizer, model.template)
+    context = ApiContext(
+        engine=engine,
+        text=text,
+        http=config.http,
+        metrics=metrics,
+        model_names=tuple(names),
+        root=config.model.model,
+        defaults=SamplingDefaults(**model.generation.sampling),
+        max_queued_requests=config.scheduler.max_queued_requests,
+    )
+    return Server(engine=engine, cache=cache, runner=runner, text=text, context=context)
+
+
+def _load(config: ServeConfig, model: Model) -> ModelRunner:
+    with tqdm(
+        total=checkpoint_bytes(model.spec, model.checkpoint), desc="Loading weights", unit="B", unit_scale=True
+    ) as bar:
+        weights = load_weights(model.spec, model.checkpoint, model.dtype, model.device, bar.update)
+    arena = KVArena(model.spec, model.memory.layout, model.dtype, model.device)
+    return ModelRunner(
+        Decoder(model.spec, weights, ReferenceKernels()),
+        arena,
+        slots=config.scheduler.max_sequences,
+        context_tokens=model.memory.context_tokens,
+    )
+
+
+def _read_config(folder: Path) -> Mapping[str, Any]:
+    path = folder / "config.json"
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise StartupError(f"{path} cannot be read: {error}") from None
+    if not isinstance(config, dict):
+        raise StartupError(f"{path} is not a JSON object")
+    return config
+
+
+def _tokenizer(
+    wanted: ModelConfig, source: ModelSource, metadata: Mapping[str, Any], generation: GenerationConfig
+) -> Tokenizer:
+    if wanted.tokenizer is not None:
+        folder = Path(wanted.tokenizer).expanduser()
+        if not folder.is_dir():
+            raise StartupError(f"--tokenizer: folder {folder} does not exist")
+        return Tokenizer.from_hf_folder(folder, end_token_ids=generation.end_token_ids)
+    if source.kind == "gguf":
+        return Tokenizer.from_gguf(metadata, end_token_ids=generation.end_token_ids)
+    return Tokenizer.from_hf_folder(source.path, end_token_ids=generation.end_token_ids)
+
+
+def _template(
+    wanted: ModelConfig, source: ModelSource, metadata: Mapping[str, Any], spec: ModelSpec, tokenizer: Tokenizer
+) -> ChatTemplate | None:
+    """--chat-template, then the model's own, then its family's."""
+    text = wanted.chat_template
+    if text is not None and "{" not in text:
+        path = Path(text).expanduser()
+        if not path.is_file():
+            raise StartupError(f"--chat-template: {text!r} is no file and no template")
+        text = path.read_text(encoding="utf-8")
+    if text is None:
+        text = _own_template(source, metadata) or family_template(spec.family)
+    return None if text is None else ChatTemplate(text, tokenizer)
+
+
+def _own_template(source: ModelSource, metadata: Mapping[str, Any]) -> str | None:
+    if source.kind == "gguf":
+        return metadata.get("tokenizer.chat_template")
+    jinja = source.path / "chat_template.jinja"
+    if jinja.is_file():
+        return jinja.read_text(encoding="utf-8")
+    path = source.path / "tokenizer_config.json"
+    if not path.is_file():
+        return None
+    try:
+        template = json.loads(path.read_text(encoding="utf-8")).get("chat_template")
+    except (OSError, ValueError, AttributeError) as error:
+        raise StartupError(f"{path} cannot be read: {error}") from None
+    if isinstance(template, list):  # several named templates; tool use has its own name in old files
+        named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
+        template = named.get("default")
+    return template if isinstance(template, str) else None
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name.startswith("cuda") and not torch.cuda.is_available():
+        raise StartupError("--device cuda: this torch sees no CUDA device; install a CUDA build or use --device cpu")
+    return torch.device(name)
+
+
+def _dtype(name: str, spec: ModelSpec, device: torch.device) -> torch.dtype:
+    """ "auto" is the checkpoint's own, but fp32 on a processor that would only emulate bf16 or fp16."""
+    if name != "auto":
+        return DTYPES[name]
+    dtype = DTYPES[spec.dtype]
+    if device.type == "cpu" and dtype is not torch.float32:
+        fast = torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        return torch.bfloat16 if fast else torch.float32
+    return dtype

@@ -1,0 +1,202 @@
+"""How the memory of a device is divided between weights, work space and KV, decided before any weight is read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import torch
+
+from server.cache.kv_cache import KVCache
+from server.config import CacheConfig, KVLayout, SchedulerConfig
+from server.errors import StartupError
+from server.model.kv_arena import page_byte_sizes
+from server.model.kv_layout import choose_slab_bytes
+from server.model.spec import DenseSpec, ModelSpec
+from server.model.weights import weight_bytes
+
+MAX_CPU_KV_BYTES = 4 * 2**30
+"""Unless told otherwise, KV on a CPU takes no more than this: the memory is the user's, not ours."""
+
+PREFILL_QUERY_BLOCK = 256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryPlan:
+    """layout is how KV memory is cut. context_tokens is what one request can use: the model's limit or the arena's.
+    full_context_sequences of that length fit at once, short_sequences of short_tokens."""
+
+    device: str
+    dtype: str
+    available_bytes: int
+    weight_bytes: int
+    work_bytes: int
+    layout: KVLayout
+    context_tokens: int
+    full_context_sequences: int
+    short_sequences: int
+    short_tokens: int
+
+    @property
+    def kv_bytes(self) -> int:
+        return self.layout.slab_bytes * self.layout.slab_count
+
+    def table(self, name: str) -> str:
+        """What the operator reads at start."""
+        layout = self.layout
+        window = (
+            f"{_size(layout.window_page_bytes)} a page, window of {layout.window_tokens + 1} keys"
+            if layout.has_window
+            else "none: every layer is full attention"
+        )
+        rows = [
+            ("model", f"{name} ({self.dtype} on {self.device})"),
+            ("memory available", _size(self.available_bytes)),
+            ("weights", _size(self.weight_bytes)),
+            ("work space", _size(self.work_bytes)),
+            ("KV arena", f"{_size(self.kv_bytes)} in {layout.slab_count:,} slabs of {_size(layout.slab_bytes)}"),
+            ("full layers", f"{_size(layout.full_page_bytes)} a page of {layout.page_tokens} tokens"),
+            ("window layers", window),
+            ("longest request", f"{self.context_tokens:,} tokens"),
+            ("fits at once", f"{self.full_context_sequences:,} requests of {self.context_tokens:,} tokens"),
+            ("", f"{self.short_sequences:,} requests of {self.short_tokens:,} tokens"),
+        ]
+        return "\n".join(f"  {label:<17} {value}" for label, value in rows)
+
+
+def available_bytes(device: torch.device) -> int:
+    """Memory that can still be taken: of the GPU, or of this machine and the control group it runs in."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    free = int(psutil.virtual_memory().available)
+    limit, current = _read_number("/sys/fs/cgroup/memory.max"), _read_number("/sys/fs/cgroup/memory.current")
+    if limit is not None and current is not None:
+        free = min(free, max(0, limit - current))
+    return free
+
+
+def plan_memory(
+    spec: ModelSpec,
+    *,
+    cache: CacheConfig,
+    scheduler: SchedulerConfig,
+    max_model_tokens: int | None,
+    dtype: torch.dtype,
+    device: torch.device,
+    available: int,
+) -> MemoryPlan:
+    """Divide `available` bytes. Raises StartupError with the numbers and the flag that helps if it is too little."""
+    context = _context_tokens(spec, max_model_tokens)
+    full_page, window_page = page_byte_sizes(spec, cache.page_tokens, dtype)
+    slab = choose_slab_bytes(full_page, window_page)
+    weights, work = weight_bytes(spec, dtype), _work_bytes(spec, scheduler, context, dtype)
+
+    def layout(slabs: int) -> KVLayout:
+        return KVLayout(
+            page_tokens=cache.page_tokens,
+            window_tokens=spec.window_tokens if window_page else 0,
+            full_page_bytes=full_page,
+            window_page_bytes=window_page,
+            slab_bytes=slab,
+            slab_count=slabs,
+        )
+
+    chunk = min(scheduler.prefill_chunk_tokens, scheduler.step_token_budget)
+    alone = _slabs_for(layout(0), context, chunk)
+    left = int(available * cache.memory_fraction) - weights - work
+    if cache.kv_bytes is not None:
+        wanted = cache.kv_bytes // slab
+        if wanted * slab > available - weights - work:
+            raise StartupError(
+                f"too little memory: --kv-cache-memory-bytes asks for {_size(cache.kv_bytes)}, but of "
+                f"{_size(available)} available the weights take {_size(weights)} and work space {_size(work)}"
+            )
+    else:
+        most = alone * scheduler.max_sequences
+        if device.type == "cpu":
+            most = min(most, max(MAX_CPU_KV_BYTES // slab, alone))
+        wanted = max(0, min(left // slab, most))
+    usable = KVCache(layout(wanted)).usable_tokens(context, chunk)
+    if usable < min(context, max_model_tokens or 2 * cache.page_tokens):
+        raise StartupError(
+            f"too little memory: of {_size(available)} available the weights take {_size(weights)} and work space "
+            f"{_size(work)}, which leaves {_size(max(0, wanted * slab))} for KV; a request of {context:,} tokens needs "
+            f"{_size(alone * slab)}. Lower --max-model-len, raise --kv-cache-memory-bytes or --gpu-memory-utilization, "
+            f"or serve a smaller model"
+        )
+    short = max(1, min(usable, 1024))
+    return MemoryPlan(
+        device=str(device),
+        dtype=str(dtype).removeprefix("torch."),
+        available_bytes=available,
+        weight_bytes=weights,
+        work_bytes=work,
+        layout=layout(wanted),
+        context_tokens=usable,
+        full_context_sequences=_sequences(layout(wanted), usable, chunk, scheduler.max_sequences),
+        short_sequences=_sequences(layout(wanted), short, chunk, scheduler.max_sequences),
+        short_tokens=short,
+    )
+
+
+def _context_tokens(spec: ModelSpec, max_model_tokens: int | None) -> int:
+    if max_model_tokens is None:
+        return spec.context_tokens
+    if max_model_tokens > spec.context_tokens:
+        raise StartupError(
+            f"--max-model-len {max_model_tokens:,} is more than the model's own limit of {spec.context_tokens:,} tokens"
+        )
+    return max_model_tokens
+
+
+def _slabs_for(layout: KVLayout, tokens: int, chunk_tokens: int) -> int:
+    """Slabs that one sequence of so many tokens needs when it is alone."""
+    peak = KVCache(layout).peak_demand(tokens, chunk_tokens)
+    window = -(-peak.window // layout.window_pages_per_slab) if layout.has_window else 0
+    return -(-peak.full // layout.full_pages_per_slab) + window
+
+
+def _sequences(layout: KVLayout, tokens: int, chunk_tokens: int, most: int) -> int:
+    """How many sequences of so many tokens fit at once, each at its peak."""
+    cache = KVCache(layout)
+    peak = cache.peak_demand(tokens, chunk_tokens)
+    count = 0
+    demand = peak
+    while count < most and cache.fits(demand):
+        count += 1
+        demand += peak
+    return count
+
+
+def _work_bytes(spec: ModelSpec, scheduler: SchedulerConfig, context_tokens: int, dtype: torch.dtype) -> int:
+    """An upper estimate of what a step holds besides weights and KV: activations, one block of attention scores and
+    gathered K/V of the longest context, and fp32 logits with the copies that sampling makes."""
+    tokens = scheduler.step_token_budget
+    widths = [layer.mlp.width * (1 if isinstance(layer.mlp, DenseSpec) else layer.mlp.active) for layer in spec.layers]
+    inner = max(
+        max(3 * width, (layer.attention.heads + 2 * layer.attention.kv_heads) * layer.attention.head_dim * 2)
+        for layer, width in zip(spec.layers, widths, strict=True)
+    )
+    activations = tokens * (inner + 6 * spec.hidden) * max(dtype.itemsize, 4)
+    heads = max(layer.attention.heads for layer in spec.layers)
+    kv = max(layer.attention.kv_elements_per_token for layer in spec.layers)
+    attention = context_tokens * (min(tokens, PREFILL_QUERY_BLOCK) * heads * 8 + kv * 2 * dtype.itemsize)
+    logits = min(scheduler.max_sequences, tokens) * spec.vocab * 4 * 4
+    return activations + attention + logits
+
+
+def _read_number(path: str) -> int | None:
+    try:
+        return int(Path(path).read_text())
+    except (OSError, ValueError):
+        return None
+
+
+def _size(count: int) -> str:
+    size = float(count)
+    for unit in ("B", "KiB", "MiB"):
+        if size < 1024:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.2f} GiB"
