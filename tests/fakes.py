@@ -7,10 +7,17 @@ from __future__ import annotations
 
 import asyncio
 import codecs
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import TypeVar
 
+from server.api.app import build_app
+from server.api.context import ApiContext, SamplingDefaults
+from server.api.serve import bind_socket, new_event_loop, serve
+from server.config import HttpConfig
 from server.errors import BadRequest, EngineFailed, Overloaded, TooLong, TwinpaneError, Unavailable
+from server.metrics import Metrics
 from server.request import (
     ChoiceFailed,
     ChoiceFinished,
@@ -27,6 +34,8 @@ from server.request import (
     StopRules,
     TextDelta,
 )
+
+T = TypeVar("T")
 
 EOS_ID = 256
 CONTROL_ID = 257
@@ -337,3 +346,89 @@ class FakeEngine:
                 self.step()
         finally:
             self._task = None
+
+
+# --- HTTP ---------------------------------------------------------------------------------------------------------
+
+MODEL = "fake-model"
+
+
+def fake_context(
+    engine: FakeEngine | None = None,
+    text: FakeText | None = None,
+    *,
+    http: HttpConfig | None = None,
+    defaults: SamplingDefaults | None = None,
+    max_queued_requests: int | None = None,
+) -> ApiContext:
+    """The HTTP layer's world, made of fakes, with a constant clock and constant seeds."""
+    return ApiContext(
+        engine=engine or FakeEngine(),
+        text=text or FakeText(),
+        http=http or HttpConfig(sse_keep_alive_s=0.0),
+        metrics=Metrics(MODEL),
+        model_names=(MODEL, "second-name"),
+        root="fake/root",
+        defaults=defaults or SamplingDefaults(),
+        max_queued_requests=max_queued_requests,
+        created_s=1_700_000_000,
+        unix_time=lambda: 1_800_000_000.0,
+        draw_seed=lambda: 7,
+    )
+
+
+class ServerThread:
+    """A real server on a free port of this machine, in its own thread with its own loop.
+
+    `call` runs something on that loop, where the engine lives.
+    """
+
+    def __init__(self, ctx: ApiContext) -> None:
+        self.ctx = ctx
+        self.sock = bind_socket("127.0.0.1", 0)
+        self.port: int = self.sock.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        self._started = threading.Event()
+        self._loop = new_event_loop()
+        self._stop: asyncio.Event | None = None
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def __enter__(self) -> ServerThread:
+        self._thread.start()
+        assert self._started.wait(10), "the server did not start"
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """Begin to drain, and wait for the end."""
+        self.begin_stop()
+        self._thread.join(20)
+        assert not self._thread.is_alive(), "the server did not stop"
+
+    def begin_stop(self) -> None:
+        stop = self._stop
+        if stop is not None and self._thread.is_alive():
+            self._loop.call_soon_threadsafe(stop.set)
+
+    def call(self, function: Callable[[], T]) -> T:
+        async def run() -> T:
+            return function()
+
+        return asyncio.run_coroutine_threadsafe(run(), self._loop).result(10)
+
+    def _run(self) -> None:
+        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+            runner.run(self._serve())
+
+    async def _serve(self) -> None:
+        self._stop = asyncio.Event()
+        await serve(
+            build_app(self.ctx),
+            self.sock,
+            self.ctx.http,
+            self.ctx.engine,
+            started=self._started.set,
+            stop=self._stop,
+        )

@@ -101,7 +101,8 @@ def _bind_error(host: str, port: int, error: OSError) -> StartupError:
     match error.errno:
         case errno.EADDRINUSE:
             return StartupError(
-                f"cannot bind to {where}: the port is in use{_user_of(port)}; stop that process or choose another --port"
+                f"cannot bind to {where}: the port is in use{_user_of(port)}; "
+                "stop that process or choose another --port"
             )
         case errno.EACCES | errno.EPERM:
             return StartupError(
