@@ -28,6 +28,7 @@ class ControlSpellings:
         self._first = re.compile(f"[{firsts}]" if firsts else "(?!)")
         self._beginnings = frozenset(s[:n] for s in self._spellings for n in range(1, len(s)))
         self._endings = frozenset(s[n:] for s in self._spellings for n in range(1, len(s)))
+        self._joined = "\0".join(self._spellings)
 
     def __contains__(self, spelling: str) -> bool:
         return spelling in self._spellings
@@ -61,7 +62,7 @@ class ControlSpellings:
         longest = self._lengths[0] if self._lengths else 0
         if any(text[:stop] in self._endings for stop in range(1, min(len(text), longest) + 1)):
             return True
-        return 0 < len(text) < longest and any(text in spelling for spelling in self._spellings)
+        return 0 < len(text) < longest and "\0" not in text and text in self._joined
 
     def _longest_at(self, text: str, start: int) -> int | None:
         for length in self._lengths:
