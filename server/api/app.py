@@ -44,7 +44,7 @@ PROMETHEUS_TEXT = "text/plain; version=0.0.4; charset=utf-8"
 
 def build_app(ctx: ApiContext) -> AsgiApp:
     """The ASGI application of one server."""
-    return Api(ctx).asgi
+    return Api(ctx)
 
 
 class Api:
@@ -66,7 +66,7 @@ class Api:
             "/": {"GET": self._root},
         }
 
-    async def asgi(
+    async def __call__(
         self, scope: Any, receive: Callable[[], Awaitable[Any]], send: Callable[[Any], Awaitable[None]]
     ) -> None:
         if scope["type"] == "lifespan":

@@ -54,7 +54,7 @@ async def read_body(receive: Receive, headers: Mapping[bytes, bytes], *, max_byt
     announced = int(declared) if declared.isdigit() and len(declared) < 20 else 0
     if announced > max_bytes:
         if b"expect" not in headers:
-            await _drop(receive, max_bytes=max_bytes)
+            await _drop(receive, max_bytes=2 * max_bytes)
         raise _too_large(max_bytes)
     parts: list[bytes] = []
     size = 0

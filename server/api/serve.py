@@ -267,6 +267,7 @@ def _uvicorn_config(app: AsgiApp, http: HttpConfig) -> uvicorn.Config:
     return uvicorn.Config(
         app,
         http=_Protocol,
+        interface="asgi3",
         ws="none",
         loop="none",
         lifespan="on",
