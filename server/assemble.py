@@ -29,7 +29,7 @@ from server.model.families import count_mtp_layers, spec_from_config, spec_from_
 from server.model.generation import GenerationConfig, read_generation_config
 from server.model.gguf_file import GGUFFile
 from server.model.kv_arena import KVArena
-from server.model.memory_plan import MemoryPlan, available_bytes, plan_memory
+from server.memory_plan import MemoryPlan, available_bytes, plan_memory
 from server.model.runner import ModelRunner
 from server.model.source import ModelSource, resolve
 from server.model.spec import ModelSpec
@@ -83,9 +83,12 @@ def serve(config: ServeConfig) -> int:
 
         async def run() -> None:
             await server.engine.start()
+            stopping = asyncio.Event()
+            watch = asyncio.create_task(_set_when_failed(server.engine, stopping))
             try:
-                await serve_http(build_app(server.context), sock, config.http, server.engine)
+                await serve_http(build_app(server.context), sock, config.http, server.engine, stop=stopping)
             finally:
+                watch.cancel()
                 await server.engine.stop()
                 server.text.close()
 
@@ -94,6 +97,11 @@ def serve(config: ServeConfig) -> int:
     finally:
         sock.close()
     return 1 if server.engine.health().state is EngineState.FAILED else 0
+
+
+async def _set_when_failed(engine: InferenceEngine, stopping: asyncio.Event) -> None:
+    await engine.failed()
+    stopping.set()
 
 
 def describe(config: ServeConfig) -> Model:

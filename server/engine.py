@@ -61,6 +61,7 @@ class InferenceEngine:
         self._empty.set()
         self._last_progress_s = clock()
         self._failed_steps = 0
+        self._over = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
     # --- what the HTTP layer sees ---------------------------------------------------------------------------------
@@ -123,6 +124,10 @@ class InferenceEngine:
         self.fail_all(Unavailable("The server is shutting down.", code="server_draining"))
         self._device.shutdown()
 
+    async def failed(self) -> None:
+        """Return when the engine has failed for good: the server should end, so that it can be started anew."""
+        await self._over.wait()
+
     async def _run(self) -> None:
         try:
             while self._state in (EngineState.READY, EngineState.DRAINING):
@@ -133,6 +138,7 @@ class InferenceEngine:
             log.exception("event=engine_failed")
             self._state = EngineState.FAILED
             self.fail_all(EngineFailed("the engine has stopped"))
+            self._over.set()
             if not isinstance(error, Exception):
                 raise
 

@@ -132,11 +132,13 @@ class CollectedOutput:
 
     def __init__(self, stop: StopRules) -> None:
         self.stop = stop
+        self.sampled: list[SampledToken] = []
         self.tokens: list[int] = []
         self.ending: FinishReason | TwinpaneError | str | None = None
 
     def push(self, token: SampledToken) -> FinishReason | None:
         assert self.ending is None, "push after the end"
+        self.sampled.append(token)
         self.tokens.append(token.token_id)
         if token.token_id in self.stop.stop_token_ids and len(self.tokens) > self.stop.min_tokens:
             self.ending = FinishReason.STOP

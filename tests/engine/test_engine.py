@@ -181,7 +181,7 @@ async def test_a_dead_device_fails_everything_and_says_so() -> None:
             (output,) = house.submit(f"{number}", (1, 2), outputs=5)
             await asyncio.wait_for(house.engine.drained(), 5)
             assert isinstance(output.ending, EngineFailed)
-        await asyncio.sleep(0.01)
+        await asyncio.wait_for(house.engine.failed(), 5)
         assert house.engine.health().state is EngineState.FAILED
         with pytest.raises(Unavailable) as refusal:
             house.submit("late", (1, 2), outputs=5)

@@ -1,18 +1,17 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 
 import pytest
 
-from server.cache.kv_cache import KVCache
-from server.config import KVLayout, SchedulerConfig
+from server.config import KVLayout
 from server.errors import EngineFailed, Overloaded, TooLong
-from server.metrics import RequestFacts
 from server.request import FinishReason, GenerationRequest, RequestId, SamplingParams, StopRules
 from server.scheduler.priority import priority_tokens, standing_key
-from server.scheduler.scheduler import Scheduler
 from server.step import PageKind, RowPlan
 from tests.fake_device import CollectedOutput, FakeDevice, text_alone
+from tests.house import House
 
 
 def layout(*, slabs: int = 40, page_tokens: int = 4, window_tokens: int = 7, window: int = 5) -> KVLayout:
@@ -26,82 +25,28 @@ def layout(*, slabs: int = 40, page_tokens: int = 4, window_tokens: int = 7, win
     )
 
 
-class House:
-    """A scheduler, a cache and a fake device, stepped by hand."""
+class FakeHouse(House):
+    """The house over the fake device, which knows what everyone must answer."""
 
-    def __init__(self, cut: KVLayout, *, context_tokens: int = 100_000, **config: int) -> None:
-        self.layout = cut
-        self.cache = KVCache(cut)
-        self.ended: dict[RequestId, RequestFacts] = {}
-        self.scheduler = Scheduler(
-            SchedulerConfig(**config), self.cache, context_tokens=context_tokens, on_end=self._ended
-        )
-        self.device = FakeDevice(layout=cut)
-        self.now = 0.0
-        self.preemptions = 0
-        self.prompts: dict[RequestId, tuple[int, ...]] = {}
-        self.outputs: dict[RequestId, list[CollectedOutput]] = {}
+    device: FakeDevice
 
-    def _ended(self, request_id: RequestId, facts: RequestFacts) -> None:
-        assert request_id not in self.ended, "a request ended twice"
-        self.ended[request_id] = facts
+    def __init__(self, cut: KVLayout, **settings: int) -> None:
+        super().__init__(cut, FakeDevice(layout=cut), **settings)
 
-    def submit(self, name: str, prompt: tuple[int, ...], *, outputs: int, choices: int = 1, seed: int = 0) -> RequestId:
-        request_id = RequestId(name)
-        stop = StopRules(max_tokens=outputs)
-        collected = [CollectedOutput(stop) for _ in range(choices)]
-        self.scheduler.submit(
-            GenerationRequest(
-                request_id=request_id,
-                prompt_tokens=prompt,
-                sampling=SamplingParams(seed=seed),
-                stop=stop,
-                outputs=tuple(collected),
-                arrival_s=self.now,
-            )
-        )
-        self.prompts[request_id] = prompt
-        self.outputs[request_id] = collected
-        return request_id
-
-    def step(self, between=lambda: None) -> bool:
-        plan = self.scheduler.plan(self.now)
-        if plan is None:
-            return False
-        result = self.device.run(plan)
-        between()
-        self.now += 0.01
-        self.preemptions += self.scheduler.commit(plan, result, self.now).preemptions
-        self.scheduler.check()
-        return True
-
-    def run(self, limit: int = 20_000) -> None:
-        for _ in range(limit):
-            if not self.step():
-                return
-        raise AssertionError(f"no end after {limit} steps: {self.scheduler!r}")
+    def submit(self, name: str, prompt: Sequence[int], *, seed: int = 0, **settings: int) -> RequestId:  # type: ignore[override]
+        return super().submit(name, prompt, sampling=SamplingParams(seed=seed), **settings)
 
     def assert_answers(self, request_id: RequestId, *, seed: int = 0) -> None:
         for choice, output in enumerate(self.outputs[request_id]):
             assert output.ending is FinishReason.LENGTH
-            expected = text_alone(
-                self.prompts[request_id], len(output.tokens), layout=self.layout, choice=choice, seed=seed
-            )
-            assert output.tokens == expected
-
-    def assert_empty(self) -> None:
-        self.scheduler.check()
-        assert self.scheduler.idle
-        assert self.scheduler._requests == {}
-        assert self.scheduler._waiting == []
-        assert self.cache.held_pages(PageKind.FULL) == self.cache.held_pages(PageKind.WINDOW) == 0
-        assert self.cache.usage(PageKind.FULL) == self.cache.usage(PageKind.WINDOW) == 0
+            prompt = self.prompts[request_id]
+            assert output.tokens == text_alone(prompt, len(output.tokens), layout=self.layout, choice=choice, seed=seed)
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 8, 1000])
 @pytest.mark.parametrize("budget", [1, 10, 64])
 def test_any_chunk_and_budget_give_the_text_of_the_plain_definition(chunk: int, budget: int) -> None:
-    house = House(layout(), prefill_chunk_tokens=chunk, step_token_budget=budget)
+    house = FakeHouse(layout(), prefill_chunk_tokens=chunk, step_token_budget=budget)
     a = house.submit("a", tuple(range(30)), outputs=12, seed=5)
     b = house.submit("b", tuple(range(7)), outputs=20, choices=3, seed=6)
     house.run()
@@ -121,7 +66,7 @@ def test_random_traffic_in_little_memory_loses_nothing_and_mixes_nothing(seed: i
         window_tokens=rng.choice([1, 7, 16, 33]),
         window=rng.choice([0, 5, 7]),
     )
-    house = House(
+    house = FakeHouse(
         cut,
         max_sequences=rng.choice([1, 3, 8]),
         prefill_chunk_tokens=rng.choice([1, 5, 16]),
@@ -163,7 +108,7 @@ def test_random_traffic_in_little_memory_loses_nothing_and_mixes_nothing(seed: i
 
 def test_little_memory_does_preempt_and_move_pages() -> None:
     """The random test above is only worth something if these paths are walked."""
-    house = House(layout(slabs=9), max_sequences=6, prefill_chunk_tokens=8, step_token_budget=32)
+    house = FakeHouse(layout(slabs=9), max_sequences=6, prefill_chunk_tokens=8, step_token_budget=32)
     ids = [house.submit(f"{n}", tuple(range(n, 6 * n + 6)), outputs=40 + 7 * n, seed=n) for n in range(6)]
     house.run()
     for n, request_id in enumerate(ids):
@@ -174,7 +119,7 @@ def test_little_memory_does_preempt_and_move_pages() -> None:
 
 def test_a_window_model_never_holds_more_window_pages_than_window_plus_chunk() -> None:
     cut = layout(slabs=3000, page_tokens=16, window_tokens=31)
-    house = House(cut, prefill_chunk_tokens=64, step_token_budget=64)
+    house = FakeHouse(cut, prefill_chunk_tokens=64, step_token_budget=64)
     house.submit("long", tuple(n % 97 for n in range(4000)), outputs=1000)
     most_prefill = most_decode = 0
     while house.step():
@@ -191,7 +136,7 @@ def test_a_window_model_never_holds_more_window_pages_than_window_plus_chunk() -
 
 
 def test_few_uncached_tokens_run_first() -> None:
-    house = House(layout(slabs=4000), max_sequences=1, step_token_budget=16, prefill_chunk_tokens=16)
+    house = FakeHouse(layout(slabs=4000), max_sequences=1, step_token_budget=16, prefill_chunk_tokens=16)
     order: list[str] = []
     house.submit("first", tuple(range(20)), outputs=2)
     house.step()
@@ -230,7 +175,7 @@ def test_a_lower_priority_number_runs_earlier() -> None:
 
 
 def test_a_prompt_that_can_never_fit_is_refused_with_the_numbers() -> None:
-    house = House(layout(slabs=6))
+    house = FakeHouse(layout(slabs=6))
     usable = house.scheduler.context_tokens
     with pytest.raises(TooLong) as refusal:
         house.submit("big", tuple([1] * usable), outputs=1)
@@ -242,7 +187,7 @@ def test_a_prompt_that_can_never_fit_is_refused_with_the_numbers() -> None:
 
 
 def test_a_full_queue_refuses_and_counts_every_choice() -> None:
-    house = House(layout(), max_queued_requests=4)
+    house = FakeHouse(layout(), max_queued_requests=4)
     house.submit("a", (1, 2), outputs=2, choices=3)
     with pytest.raises(Overloaded):
         house.submit("b", (1, 2), outputs=2, choices=2)
@@ -252,7 +197,7 @@ def test_a_full_queue_refuses_and_counts_every_choice() -> None:
 
 
 def test_a_failing_row_ends_its_request_only() -> None:
-    house = House(layout())
+    house = FakeHouse(layout())
     good = house.submit("good", (1, 2, 3), outputs=9)
     bad = house.submit("bad", (4, 5, 6), outputs=9, choices=2)
     plan = house.scheduler.plan(0.0)
@@ -271,7 +216,7 @@ def test_a_failing_row_ends_its_request_only() -> None:
 
 
 def test_an_output_that_raises_ends_its_request_only() -> None:
-    house = House(layout())
+    house = FakeHouse(layout())
     good = house.submit("good", (1, 2, 3), outputs=9)
     bad = house.submit("bad", (4, 5, 6), outputs=9)
 
@@ -286,7 +231,7 @@ def test_an_output_that_raises_ends_its_request_only() -> None:
 
 
 def test_no_step_exceeds_its_token_budget_and_decodes_go_before_prompts() -> None:
-    house = House(layout(slabs=400), step_token_budget=10, prefill_chunk_tokens=8)
+    house = FakeHouse(layout(slabs=400), step_token_budget=10, prefill_chunk_tokens=8)
     seen: list[tuple[RowPlan, ...]] = []
     house.device.before_step = lambda plan: seen.append(plan.rows)
     for number in range(5):
@@ -298,7 +243,7 @@ def test_no_step_exceeds_its_token_budget_and_decodes_go_before_prompts() -> Non
 
 
 def test_min_tokens_keeps_stop_ids_away_until_there_are_enough() -> None:
-    house = House(layout())
+    house = FakeHouse(layout())
     stop = StopRules(max_tokens=6, min_tokens=3)
     output = CollectedOutput(stop)
     house.scheduler.submit(
