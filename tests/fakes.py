@@ -76,7 +76,16 @@ def render(conversation: Conversation) -> str:
 class FakeOutput:
     """An OutputStream over bytes-as-tokens: whole characters only, stop strings held back, length and stop ids."""
 
-    def __init__(self, *, choice: int, stop: StopRules, emit: Callable[[Event], None], logprobs: bool) -> None:
+    def __init__(
+        self,
+        *,
+        choice: int,
+        stop: StopRules,
+        emit: Callable[[Event], None],
+        logprobs: bool,
+        skip_special_tokens: bool = True,
+    ) -> None:
+        self._skip_special_tokens = skip_special_tokens
         self._choice = choice
         self._stop = stop
         self._emit = emit
@@ -102,6 +111,8 @@ class FakeOutput:
             return self._finish(FinishReason.STOP, matched)
         if not control:
             self._held += self._decoder.decode(bytes([token.token_id]))
+        elif not self._skip_special_tokens:
+            self._held += f"<{token.token_id}>"
         for stop in self._stop.stop:
             at = self._held.find(stop)
             if at >= 0 and self.tokens > self._stop.min_tokens:
@@ -161,8 +172,18 @@ class FakeText:
         del add_special_tokens
         return await self._encode(text)
 
-    def output(self, *, choice: int, stop: StopRules, emit: Callable[[Event], None], logprobs: bool) -> FakeOutput:
-        return FakeOutput(choice=choice, stop=stop, emit=emit, logprobs=logprobs)
+    def output(
+        self,
+        *,
+        choice: int,
+        stop: StopRules,
+        emit: Callable[[Event], None],
+        skip_special_tokens: bool = True,
+        logprobs: bool = False,
+    ) -> FakeOutput:
+        return FakeOutput(
+            choice=choice, stop=stop, emit=emit, logprobs=logprobs, skip_special_tokens=skip_special_tokens
+        )
 
     async def _encode(self, text: str) -> tuple[int, ...]:
         if self.encode_delay_s:

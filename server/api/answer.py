@@ -112,7 +112,13 @@ class Job:
 
     def _output(self, choice: int, stop: StopRules) -> OutputStream:
         wants_logprobs = self._generation.sampling.logprobs is not None
-        output = self._ctx.text.output(choice=choice, stop=stop, emit=self.channel.emit, logprobs=wants_logprobs)
+        output = self._ctx.text.output(
+            choice=choice,
+            stop=stop,
+            emit=self.channel.emit,
+            skip_special_tokens=self._generation.skip_special_tokens,
+            logprobs=wants_logprobs,
+        )
         if not self._generation.continuous_usage:
             return output
         counted = CountedOutput(output)

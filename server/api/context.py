@@ -36,7 +36,13 @@ class Text(Protocol):
     async def encode_prompt(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]: ...
 
     def output(
-        self, *, choice: int, stop: StopRules, emit: Callable[[Event], None], logprobs: bool
+        self,
+        *,
+        choice: int,
+        stop: StopRules,
+        emit: Callable[[Event], None],
+        skip_special_tokens: bool = True,
+        logprobs: bool = False,
     ) -> OutputStream: ...
 
 

@@ -65,6 +65,7 @@ class Generation:
     stop_token_ids: frozenset[int]
     stop: tuple[str, ...]
     include_stop: bool
+    skip_special_tokens: bool
     n: int
     stream: bool
     include_usage: bool
@@ -125,6 +126,7 @@ def parse_generation(body: Mapping[str, Json], *, border: Border, logprobs: int 
         stop_token_ids=end_ids | frozenset(values["stop_token_ids"]),
         stop=values["stop"],
         include_stop=values["include_stop_str_in_output"],
+        skip_special_tokens=values["skip_special_tokens"],
         n=values["n"],
         stream=values["stream"],
         include_usage=options["include_usage"],
@@ -159,9 +161,7 @@ def shared_fields(border: Border) -> Table:
         "ignore_eos": Field(boolean, False),
         "stream": Field(boolean, False),
         "priority": Field(integer(minimum=-MAX_PRIORITY, maximum=MAX_PRIORITY), 0),
-        "skip_special_tokens": Field(
-            _only(True, "Showing special tokens is not supported: 'skip_special_tokens' must be true."), True
-        ),
+        "skip_special_tokens": Field(boolean, True),
     }
 
 
@@ -253,15 +253,6 @@ def _logit_bias(vocab_size: int) -> Parser[tuple[tuple[int, float], ...]]:
                 )
             by_id[int(key)] = bias(entry, where)
         return tuple(sorted(by_id.items()))
-
-    return parse
-
-
-def _only(allowed: Any, message: str) -> Parser[Any]:
-    def parse(value: Json, path: str) -> Any:
-        if boolean(value, path) is not allowed:
-            unsupported(path, message)
-        return value
 
     return parse
 

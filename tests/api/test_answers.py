@@ -17,7 +17,7 @@ from server.errors import Unavailable
 from server.metrics import Metrics
 from server.request import ChoiceFinished, FinishReason, GenerationRequest, LogprobEntry, TextDelta
 from tests.api.wire import Client, error_of, events
-from tests.fakes import EOS_ID, FakeEngine, forever, say
+from tests.fakes import CONTROL_ID, EOS_ID, FakeEngine, forever, say
 
 Make = Callable[..., Client]
 
@@ -426,6 +426,14 @@ class TestLimits:
         client = make_client(engine=FakeEngine(script=forever))
         usage = (await client.chat(max_tokens=9, max_completion_tokens=4)).json()["usage"]
         assert usage["completion_tokens"] == 4
+
+    async def test_control_tokens_show_only_when_asked_for(self, make_client: Make) -> None:
+        def script(request: GenerationRequest, choice: int) -> list[int]:
+            return [ord("a"), CONTROL_ID, ord("b"), EOS_ID]
+
+        client = make_client(engine=FakeEngine(script=script))
+        for body, said in (({}, "ab"), ({"skip_special_tokens": False}, f"a<{CONTROL_ID}>b")):
+            assert (await client.complete(**body)).json()["choices"][0]["text"] == said
 
     async def test_end_ids_are_not_stop_ids_when_ignored(self, make_client: Make) -> None:
         client = make_client(engine=FakeEngine(script=forever))
