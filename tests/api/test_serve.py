@@ -239,6 +239,7 @@ class TestSignals:
         assert "Application startup complete." in err
         assert f"Uvicorn running on {process.url}" in err
         assert "Traceback" not in err
+        assert "GET /ready" not in err
 
     def test_a_second_signal_ends_it_at_once(self, processes: list[Process]) -> None:
         process = Process(timeout_s=60)
