@@ -24,10 +24,12 @@ class ControlSpellings:
     def __init__(self, spellings: Iterable[str]) -> None:
         self._spellings = frozenset(spelling for spelling in spellings if spelling)
         self._lengths = sorted({len(spelling) for spelling in self._spellings}, reverse=True)
+        self._longest = max(self._lengths, default=0)
         firsts = "".join(re.escape(first) for first in sorted({spelling[0] for spelling in self._spellings}))
         self._first = re.compile(f"[{firsts}]" if firsts else "(?!)")
-        self._beginnings = frozenset(s[:n] for s in self._spellings for n in range(1, len(s)))
-        self._endings = frozenset(s[n:] for s in self._spellings for n in range(1, len(s)))
+        self._heads = frozenset(s[:n] for s in self._spellings for n in range(1, len(s)))
+        self._tails = frozenset(s[n:] for s in self._spellings for n in range(1, len(s)))
+        self._pairs = {s[n : n + size] for s in self._spellings for n in range(len(s)) for size in (1, 2)}
         self._joined = "\0".join(self._spellings)
 
     def __contains__(self, spelling: str) -> bool:
@@ -49,23 +51,21 @@ class ControlSpellings:
         """Every position at which a spelling begins, inside other spellings too."""
         return (hit.start() for hit in self._first.finditer(text) if self._longest_at(text, hit.start()) is not None)
 
-    def open_end(self, text: str) -> int | None:
-        """Start of the longest proper beginning of a spelling with which the text ends: more text could complete it."""
-        longest = self._lengths[0] if self._lengths else 0
-        for start in range(max(0, len(text) - longest + 1), len(text)):
-            if text[start:] in self._beginnings:
-                return start
-        return None
+    def open_ends(self, text: str) -> Iterator[int]:
+        """Every start of an end of the text that is a proper beginning of a spelling: more text could complete it."""
+        return (
+            start for start in range(max(0, len(text) - self._longest + 1), len(text)) if text[start:] in self._heads
+        )
 
     def open_start(self, text: str) -> bool:
         """Whether the text begins with the end of a spelling, or is a piece of one: text before could complete it."""
-        longest = self._lengths[0] if self._lengths else 0
-        if any(text[:stop] in self._endings for stop in range(1, min(len(text), longest) + 1)):
+        if any(text[:stop] in self._tails for stop in range(1, min(len(text), self._longest) + 1)):
             return True
-        return 0 < len(text) < longest and "\0" not in text and text in self._joined
+        return text[:2] in self._pairs and len(text) < self._longest and "\0" not in text and text in self._joined
 
     def _longest_at(self, text: str, start: int) -> int | None:
         for length in self._lengths:
-            if text[start : start + length] in self._spellings:
-                return start + length
+            spelling = text[start : start + length]
+            if spelling in self._spellings:
+                return start + len(spelling)  # a shorter one, where the text ends before `length`
         return None

@@ -28,8 +28,10 @@ _MIMO_V2 = """
 {%- set think = enable_thinking if enable_thinking is defined else THINKS %}
 {%- set keep_all = keep_all_reasoning if keep_all_reasoning is defined else true %}
 {%- set ns = namespace(last_user=-1) %}
-{%- for message in messages if message.role == 'user' %}
-  {%- set ns.last_user = messages.index(message) %}
+{%- for message in messages %}
+  {%- if message.role == 'user' %}
+    {%- set ns.last_user = loop.index0 %}
+  {%- endif %}
 {%- endfor %}
 {%- if messages[0].role != 'system' %}
   {{- '<|im_start|>system\\nYou are MiMo, a helpful AI assistant engineered by Xiaomi.<|im_end|>' }}

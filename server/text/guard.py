@@ -45,11 +45,9 @@ class Guard:
     def user_text(self, text: str) -> str:
         """A string from a user, safe wherever the template puts it."""
         text = _escaped(text)
-        cuts = {start + 1 for start in self._control.starts(text)}
+        cuts = {start + 1 for start in (*self._control.starts(text), *self._control.open_ends(text))}
         if self._control.open_start(text):
             cuts.add(0)
-        if (end := self._control.open_end(text)) is not None:
-            cuts.add(end + 1)
         return _marked(text, cuts)
 
     def user_value(self, value: Any) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from itertools import pairwise
+from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -37,9 +37,11 @@ _NAMED_SPECIALS = ("bos_token", "eos_token", "unk_token", "pad_token")
 class Tokenizer:
     """The tokenizer of one model. Immutable after construction, so it may be used from any thread.
 
-    Two `tokenizers` pipelines share one vocabulary: one cuts control tokens out of a text, the other has never heard
-    of them. Decoding is by bytes: the text of ids is the UTF-8 reading of their bytes put together, with U+FFFD for
-    what is no UTF-8. It treats the ids as a piece of a text, so no leading blank is taken away.
+    Two `tokenizers` pipelines share one vocabulary: one cuts control tokens out of a text, the other is blind to them.
+    Added tokens that are not special (`<think>` in many vocabularies) are words, not control tokens.
+
+    Decoding is by bytes: the text of ids is the UTF-8 reading of their bytes put together, with U+FFFD for what is no
+    UTF-8. It treats the ids as a piece of a text, so no leading blank is taken away.
     """
 
     def __init__(
@@ -63,7 +65,7 @@ class Tokenizer:
         self._special = {index: token.content for index, token in added.items() if token.special}
         self._control_ids = {spelling: index for index, spelling in self._special.items()}
         self._whole = backend
-        self._plain = _without_special_tokens(backend, added)
+        self._blind = _blind_to_control(backend, added)
         self._bytes = _bytes_by_id(backend, added)
         self._unknown_id = backend.token_to_id(backend.model.unk_token) if backend.model.unk_token else None
 
@@ -127,7 +129,7 @@ class Tokenizer:
         """Token ids of a text; add_bos puts the beginning-of-sequence id in front, where the model has one.
 
         With parse_special the spelling of a control token is that token; without it, it is text like any other and no
-        control id comes out, whatever the text.
+        control id comes out, whatever the text. Lone surrogates, which are no text, are read as U+FFFD.
         """
         ids = self._run(self._whole, text) if parse_special else self._encode_plain(text)
         return [self.bos_token_id, *ids] if add_bos and self.bos_token_id is not None else ids
@@ -150,32 +152,42 @@ class Tokenizer:
         return token_id in self._special
 
     def _encode_plain(self, text: str) -> list[int]:
-        ids = self._run(self._plain, text)
+        ids = self._run(self._blind, text)
         if all(index == self._unknown_id or index not in self._special for index in ids):
             return ids
         # Merges (or a whole-word look-up) put a control token together from its characters: no piece may hold them all.
         cuts = [0, *(start + 1 for start in self.control.starts(text)), len(text)]
         pieces = [text[start:stop] for start, stop in pairwise(cuts)]
-        return [index for piece in pieces for index in self._run(self._plain, piece)]
+        return [index for piece in pieces for index in self._run(self._blind, piece)]
 
     @staticmethod
     def _run(pipeline: tokenizers.Tokenizer, text: str) -> list[int]:
         # The batch call lets other threads run and computes no offsets; the single one does neither.
-        ids: list[int] = pipeline.encode_batch_fast([text], add_special_tokens=False)[0].ids
+        try:
+            encoded = pipeline.encode_batch_fast([text], add_special_tokens=False)
+        except TypeError:  # lone surrogates
+            text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+            encoded = pipeline.encode_batch_fast([text], add_special_tokens=False)
+        ids: list[int] = encoded[0].ids
         return ids
 
 
-def _without_special_tokens(backend: tokenizers.Tokenizer, added: Mapping[int, AddedToken]) -> tokenizers.Tokenizer:
-    """A pipeline over the same vocabulary (shared, not copied) in which no spelling is special."""
-    plain = tokenizers.Tokenizer(backend.model)
+def _blind_to_control(backend: tokenizers.Tokenizer, added: Mapping[int, AddedToken]) -> tokenizers.Tokenizer:
+    """A pipeline over the same vocabulary (shared, not copied) to which control spellings are text like any other.
+
+    Added words that are not special, like `<think>` in many vocabularies, are matched whole by both.
+    """
+    blind = tokenizers.Tokenizer(backend.model)
     if backend.normalizer is not None:
-        plain.normalizer = backend.normalizer
+        blind.normalizer = backend.normalizer
     if backend.pre_tokenizer is not None:
-        plain.pre_tokenizer = backend.pre_tokenizer
-    # Added words that the model itself does not list would get other ids here; they are left to the ordinary merges.
-    words = [token for index, token in sorted(added.items()) if not token.special]
-    plain.add_tokens([word for word in words if plain.token_to_id(word.content) is not None])
-    return plain
+        blind.pre_tokenizer = backend.pre_tokenizer
+    for special, run in groupby((added[index] for index in sorted(added)), key=lambda token: token.special):
+        (blind.add_special_tokens if special else blind.add_tokens)(list(run))
+    if blind.get_added_tokens_decoder().keys() != added.keys():
+        raise StartupError("The tokenizer's added tokens have gaps in their ids, which is not supported.")
+    blind.encode_special_tokens = True
+    return blind
 
 
 def _bytes_by_id(backend: tokenizers.Tokenizer, added: Mapping[int, AddedToken]) -> list[bytes]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -69,6 +70,23 @@ def smollm2(smollm2_gguf: Path) -> Tokenizer:
 @pytest.fixture(scope="session")
 def gemma3(gemma3_gguf: Path) -> Tokenizer:
     return Tokenizer.from_gguf(GGUFFile(gemma3_gguf).metadata)
+
+
+def reference(gguf: Path) -> Any:
+    """What transformers makes of a GGUF file: the oracle of this room."""
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+
+
+@pytest.fixture(scope="session")
+def smollm2_reference(smollm2_gguf: Path) -> Any:
+    return reference(smollm2_gguf)
+
+
+@pytest.fixture(scope="session")
+def gemma3_reference(gemma3_gguf: Path) -> Any:
+    return reference(gemma3_gguf)
 
 
 @pytest.fixture(scope="session", params=["smollm2", "gemma3"])

@@ -56,17 +56,14 @@ def without_control(tokenizer: Tokenizer, texts: list[str]) -> list[str]:
 
 
 def test_random_conversations_get_the_ids_of_the_reference(
-    smollm2: Tokenizer, smollm2_chat: ChatTemplate, smollm2_gguf: Path, hard_texts: Callable[[int], list[str]]
+    smollm2: Tokenizer, smollm2_chat: ChatTemplate, smollm2_reference: Any, hard_texts: Callable[[int], list[str]]
 ) -> None:
-    from transformers import AutoTokenizer
-
-    reference = AutoTokenizer.from_pretrained(smollm2_gguf.parent, gguf_file=smollm2_gguf.name)
     random_ = random.Random(7)
     texts = without_control(smollm2, hard_texts(3_000))
     for _ in range(1_000):
         conversation = random_talk(random_, texts)
         messages = [{"role": message.role, "content": message.texts[0]} for message in conversation.messages]
-        expected = reference.apply_chat_template(
+        expected = smollm2_reference.apply_chat_template(
             messages, add_generation_prompt=conversation.add_generation_prompt, return_dict=False
         )
         assert smollm2_chat.encode(conversation) == expected
@@ -235,6 +232,36 @@ def test_loops_under_the_deadline_know_their_length_and_neighbours(smollm2: Toke
     assert ChatTemplate(source, smollm2).render(talk(("user", ""))).text == "2/2False3/2True2nonea10g"
 
 
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% macro say(items, sep=', ') %}{% for i in items %}{{ i }}{{ sep }}{% endfor %}{% endmacro %}{{ say([1]) }}",
+        "{% macro wrap() %}<{{ caller() }}>{% endmacro %}{% call wrap() %}x{% endcall %}",
+        "{% for m in messages[::-1] %}{{ loop.index0 ~ loop.revindex0 ~ m.role }}{% endfor %}",
+        "{% for x in [[1, [2]], [3]] recursive %}{{ loop(x) if x is iterable else x }}{% endfor %}",
+        "{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + loop.index %}{% endfor %}{{ ns.n }}",
+        "{% set text %}\n  {% for m in messages %}{{ m.content }}{% endfor %}\n{% endset %}{{ text | trim | upper }}",
+        "{% filter replace('e', 'E') %}{% for m in messages %}{{ m.content }}{% endfor %}{% endfilter %}",
+        "{{ messages | map(attribute='role') | join('-') }}",
+        "{{ messages | selectattr('role', 'eq', 'user') | list | length }}",
+        "{% for m in messages if m.role == 'user' %}{{ loop.length }}{{ loop.cycle('a', 'b') }}{% endfor %}",
+        "{{ '%s: %d' % ('a', 3) }}{{ '{} {x:>4}'.format(1, x=2) }}{{ 'a\nb' | indent(2) }}{{ '%s' | format('z') }}",
+        "{{ messages[0].content.split(' ')[-1].rstrip('o') ~ (1, 2) ~ none ~ ('x' * 3) }}{{ 2 ** 10 % 7 }}",
+        "{{ messages[1]['missing'] }}{{ messages[1].get('missing', 'd') }}",
+        "{% if tools %}t{% endif %}{{ missing is defined }}",
+        "  {% if true %}\n  kept\n  {% endif %}\n{#- gone -#}\n tail \n",
+        "{{ messages | tojson }}{{ {'z': 'é', 'a': [1.5, none, true]} | tojson(indent=1, sort_keys=true) }}",
+    ],
+)
+def test_templates_render_as_in_the_reference(smollm2: Tokenizer, smollm2_reference: Any, source: str) -> None:
+    turns = talk(("user", "Hello there"), ("assistant", "Yes?"), ("user", "Go"))
+    messages = [{"role": message.role, "content": message.texts[0]} for message in turns.messages]
+    expected = smollm2_reference.apply_chat_template(
+        messages, chat_template=source, tokenize=False, add_generation_prompt=True
+    )
+    assert ChatTemplate(source, smollm2).render(turns).text == expected
+
+
 def test_templates_get_what_the_reference_gives_them(smollm2: Tokenizer) -> None:
     source = (
         "{{ bos_token }}{{ eos_token }}{{ tools is none }}{{ documents is none }}{{ strftime_now('%Y-%m-%d') }}"
@@ -278,12 +305,9 @@ def test_a_continued_prompt_ends_exactly_with_the_given_text(
         assert tokenizer.decode(chat.encode(turns)) == tokenizer.decode(chat.encode(opened)) + text
 
 
-def test_continuing_equals_the_reference_for_ordinary_text(smollm2_chat: ChatTemplate, smollm2_gguf: Path) -> None:
-    from transformers import AutoTokenizer
-
-    reference = AutoTokenizer.from_pretrained(smollm2_gguf.parent, gguf_file=smollm2_gguf.name)
+def test_continuing_equals_the_reference_for_ordinary_text(smollm2_chat: ChatTemplate, smollm2_reference: Any) -> None:
     messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello, I am"}]
-    expected = reference.apply_chat_template(messages, continue_final_message=True, return_dict=False)
+    expected = smollm2_reference.apply_chat_template(messages, continue_final_message=True, return_dict=False)
     turns = talk(("user", "Hi"), ("assistant", "Hello, I am"), add_generation_prompt=False, continue_final_message=True)
     assert smollm2_chat.encode(turns) == expected
 

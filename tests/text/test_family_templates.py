@@ -58,9 +58,9 @@ def test_mimo_opens_the_turn_with_thinking_on_or_off(
 
 def test_mimo_keeps_the_reasoning_of_all_turns_or_only_of_those_after_the_last_user_turn(smollm2: Tokenizer) -> None:
     turns = (
-        user("1"),
+        user("again"),
         Message(role="assistant", texts=("A",), reasoning="old"),
-        user("2"),
+        user("again"),
         Message(role="assistant", texts=("<think>new</think>B",)),
         Message(role="tool", texts=("T",)),
     )

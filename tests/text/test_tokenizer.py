@@ -19,18 +19,12 @@ from server.text.tokenizer import Tokenizer
 HardTexts = Callable[[int], list[str]]
 
 
-def oracle(gguf: Path) -> Any:
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
-
-
 @pytest.mark.parametrize("model", ["smollm2", "gemma3"])
 def test_ten_thousand_texts_get_the_ids_of_the_reference_conversion(
     model: str, hard_texts: HardTexts, request: pytest.FixtureRequest
 ) -> None:
     ours: Tokenizer = request.getfixturevalue(model)
-    reference = oracle(request.getfixturevalue(f"{model}_gguf"))
+    reference = request.getfixturevalue(f"{model}_reference")
     texts = hard_texts(10_000)
     expected = reference(texts, add_special_tokens=False)["input_ids"]
 
@@ -42,6 +36,25 @@ def test_ten_thousand_texts_get_the_ids_of_the_reference_conversion(
     assert ours.vocab_size == len(reference)
     decoded = reference.batch_decode(expected[:2_000])
     assert [ours.decode(ids) for ids in expected[:2_000]] == decoded
+
+
+@pytest.mark.parametrize("model", ["smollm2", "gemma3"])
+def test_the_same_vocabulary_read_from_tokenizer_json_gives_the_same_ids(
+    model: str, hard_texts: HardTexts, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    request.getfixturevalue(f"{model}_reference").save_pretrained(tmp_path)
+    from_gguf: Tokenizer = request.getfixturevalue(model)
+    from_json = Tokenizer.from_hf_folder(tmp_path)
+    for text in hard_texts(1_000):
+        for parse_special in (True, False):
+            ids = from_gguf.encode(text, parse_special=parse_special, add_bos=False)
+            if parse_special or "<start_of_image>" not in text:  # plain text to the reference, control to us
+                assert from_json.encode(text, parse_special=parse_special, add_bos=False) == ids, ascii(text)
+    assert (from_json.adds_bos, from_json.bos_token_id) == (from_gguf.adds_bos, from_gguf.bos_token_id)
+    assert (from_json.vocab_size, from_json.stop_token_ids) == (from_gguf.vocab_size, from_gguf.stop_token_ids)
+    assert [from_json.token_bytes(i) for i in range(from_gguf.vocab_size)] == [
+        from_gguf.token_bytes(i) for i in range(from_gguf.vocab_size)
+    ]
 
 
 def test_control_spellings_in_a_text_never_become_control_ids(tokenizer: Tokenizer, hard_texts: HardTexts) -> None:
@@ -128,6 +141,17 @@ def test_a_folder_gives_its_special_tokens_from_all_its_files(tmp_path: Path) ->
     assert tokenizer.adds_bos
     assert tokenizer.special_names == {"bos_token": "<s>", "eos_token": "</s>"}
     assert (tokenizer.is_special(262), tokenizer.vocab_size) == (False, 263)
+
+
+def test_added_words_that_are_not_special_are_whole_in_both_modes(tmp_path: Path) -> None:
+    tokenizer = Tokenizer.from_hf_folder(small_folder(tmp_path))
+    less, end, more = (tokenizer.encode(text, parse_special=False, add_bos=False) for text in ("<", "|end|", ">"))
+    assert tokenizer.encode("<think><|end|>", parse_special=False, add_bos=False) == [262, *less, *end, *more]
+
+
+def test_lone_surrogates_are_read_as_replacement_characters(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode("a\ud800b\ud83d\ude00", parse_special=True, add_bos=False)
+    assert tokenizer.decode(ids) == "a\ufffdb😀"
 
 
 def test_merges_that_lead_to_a_control_token_do_not_forge_it(tmp_path: Path) -> None:
