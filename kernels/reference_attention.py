@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from kernels.interface import PagedKV, PageGeometry, StepRows
+
+Role = Literal["k", "v"]
 
 FOLDED_TOKENS = 16
 """Rows of up to this many tokens are folded together."""
@@ -35,11 +38,13 @@ class PageIndex:
     slab: Tensor
     page: Tensor
     _units: dict[tuple[int, ...], Tensor] = field(default_factory=dict)
+    _scratch: dict[tuple[Role, int], Tensor] = field(default_factory=dict)
 
-    def gather(self, view: Tensor) -> Tensor:
+    def gather(self, view: Tensor, role: Role) -> Tensor:
         """One index_select over overlapping rows of page_tokens * D elements, several times faster than view[a, b, c].
 
-        view [slabs, pages_per_slab, K, page_tokens, D]
+        view [slabs, pages_per_slab, K, page_tokens, D]. The result is good until the next gather for the same role:
+        layers share the memory, as fresh pages from the system cost more than the copy.
         """
         slab_stride, page_stride, head_stride, _, _ = view.stride()
         kv_heads, page_tokens, dim = view.shape[2:]
@@ -53,7 +58,10 @@ class PageIndex:
             index = self._units[key] = (page[:, None, :] + head[None, :, None]).flatten()
         last = (view.shape[0] - 1) * slab_stride + (view.shape[1] - 1) * page_stride + (kv_heads - 1) * head_stride
         rows = view.as_strided((last // unit + 1, row), (unit, 1), view.storage_offset())
-        return torch.index_select(rows, 0, index).view(self.slab.shape[0], kv_heads, -1, dim)
+        scratch = self._scratch.get((role, row))
+        if scratch is None or scratch.shape[0] != index.shape[0]:
+            scratch = self._scratch[role, row] = view.new_empty(index.shape[0], row)
+        return torch.index_select(rows, 0, index, out=scratch).view(self.slab.shape[0], kv_heads, -1, dim)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -71,8 +79,8 @@ class FoldedRows:
     blank: tuple[Tensor, Tensor]
     _blank_rows: dict[int, Tensor] = field(default_factory=dict)
 
-    def gather(self, view: Tensor) -> Tensor:
-        gathered = self.pages.gather(view)
+    def gather(self, view: Tensor, role: Role) -> Tensor:
+        gathered = self.pages.gather(view, role)
         kv_heads, keys = gathered.shape[1:3]
         rows = self._blank_rows.get(kv_heads)
         if rows is None:
@@ -245,7 +253,7 @@ def _window_blocks(
 
 
 def _attend_folded(out: Tensor, q: Tensor, kv: PagedKV, folded: FoldedRows, scale: float, sinks: Tensor | None) -> None:
-    k, v = folded.gather(kv.k), folded.gather(kv.v)  # [N, K, S, D], [N, K, S, V]
+    k, v = folded.gather(kv.k, "k"), folded.gather(kv.v, "v")  # [N, K, S, D], [N, K, S, V]
     rows, kv_heads = k.shape[:2]
     tokens = folded.hidden.shape[2]
     queries = q[folded.tokens].view(rows, tokens, kv_heads, -1, q.shape[-1])  # [N, R, K, G, D]
@@ -287,8 +295,8 @@ def _attend_block(queries: Tensor, kv: PagedKV, block: QueryBlock, scale: float,
 
 def _attend_keys(queries: Tensor, kv: PagedKV, keys: KeyBlock, scale: float) -> tuple[Tensor, Tensor]:
     """Attention over one key block and the log-sum-exp of its scores: [K, G, R, V], [K, G, R] fp32."""
-    k = keys.pages.gather(kv.k)[0, :, None, keys.first : keys.last]  # [K, 1, S, D]
-    v = keys.pages.gather(kv.v)[0, :, None, keys.first : keys.last]
+    k = keys.pages.gather(kv.k, "k")[0, :, None, keys.first : keys.last]  # [K, 1, S, D]
+    v = keys.pages.gather(kv.v, "v")[0, :, None, keys.first : keys.last]
     if queries.device.type == "cpu" and k.shape[-1] == v.shape[-1]:
         return _flash_on_cpu(queries, k, v, keys, scale)
     scores = torch.matmul(queries.float(), k.float().transpose(-1, -2)).mul_(scale)

@@ -33,7 +33,7 @@ class Decoder:
         if self._embedding_scale != 1.0:
             hidden = hidden * self._embedding_scale
         rotary = {
-            rope: self._rotary_table(rope).at(batch.positions, hidden.dtype)
+            rope: self._rotary_table(rope).at(batch, hidden.dtype)
             for rope in {layer.attention.rope for layer in self.spec.layers}
         }
         for layer, weights, kv in zip(self.spec.layers, self.weights.layers, arena.layers, strict=True):
@@ -128,12 +128,11 @@ class RotaryTable:
         self._cos = self._sin = torch.empty(0, 1, rope.rotary_dim, device=device)
         self._dtype = torch.float32
 
-    def at(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def at(self, batch: Batch, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """cos and sin [T, 1, rotary_dim], the first half of sin negated, as `Kernels.rope` takes them."""
-        longest = int(positions.max()) + 1
-        if longest > self._cos.shape[0] or dtype != self._dtype:
-            self._grow(longest, dtype)
-        return self._cos[positions], self._sin[positions]
+        if batch.longest_context > self._cos.shape[0] or dtype != self._dtype:
+            self._grow(batch.longest_context, dtype)
+        return self._cos[batch.positions], self._sin[batch.positions]
 
     def _grow(self, longest: int, dtype: torch.dtype) -> None:
         rows = max(self._SMALLEST, 1 << (longest - 1).bit_length())
