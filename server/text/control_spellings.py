@@ -18,22 +18,18 @@ class Span:
 class ControlSpellings:
     """A fixed set of spellings and the ways to look for them. Immutable.
 
-    Cost: one regex search for the first characters (nearly always `<`), and a few set look-ups at each hit.
+    Cost: one regex search for their first two characters, and a few set look-ups at each hit.
     """
 
     def __init__(self, spellings: Iterable[str]) -> None:
         self._spellings = frozenset(spelling for spelling in spellings if spelling)
         self._lengths = sorted({len(spelling) for spelling in self._spellings}, reverse=True)
         self._longest = max(self._lengths, default=0)
-        firsts = "".join(re.escape(first) for first in sorted({spelling[0] for spelling in self._spellings}))
-        self._first = re.compile(f"[{firsts}]" if firsts else "(?!)")
+        self._first = _first_of(self._spellings)
         self._heads = frozenset(s[:n] for s in self._spellings for n in range(1, len(s)))
         self._tails = frozenset(s[n:] for s in self._spellings for n in range(1, len(s)))
         self._pairs = {s[n : n + size] for s in self._spellings for n in range(len(s)) for size in (1, 2)}
         self._joined = "\0".join(self._spellings)
-
-    def __contains__(self, spelling: str) -> bool:
-        return spelling in self._spellings
 
     def matches(self, text: str) -> Iterator[Span]:
         """Leftmost, longest, not overlapping: how a tokenizer cuts them out."""
@@ -69,3 +65,15 @@ class ControlSpellings:
             if spelling in self._spellings:
                 return start + len(spelling)  # a shorter one, where the text ends before `length`
         return None
+
+
+def _first_of(spellings: Iterable[str]) -> re.Pattern[str]:
+    """Matches the first character of any spelling, where the second one follows."""
+    seconds: dict[str, set[str]] = {}
+    for spelling in spellings:
+        seconds.setdefault(spelling[0], set()).add(spelling[1:2])
+    options = [
+        re.escape(first) + ("" if "" in after else f"(?=[{''.join(map(re.escape, sorted(after)))}])")
+        for first, after in sorted(seconds.items())
+    ]
+    return re.compile("|".join(options) or "(?!)")

@@ -67,7 +67,8 @@ class Tokenizer:
         self._whole = backend
         self._blind = _blind_to_control(backend, added)
         self._bytes = _bytes_by_id(backend, added)
-        self._unknown_id = backend.token_to_id(backend.model.unk_token) if backend.model.unk_token else None
+        unknown = backend.model.unk_token  # what the model writes for characters it cannot spell
+        self._forgeable = frozenset(index for index, spelling in self._special.items() if spelling != unknown)
 
         self.vocab_size = len(self._bytes)
         """One more than the largest id."""
@@ -153,7 +154,7 @@ class Tokenizer:
 
     def _encode_plain(self, text: str) -> list[int]:
         ids = self._run(self._blind, text)
-        if all(index == self._unknown_id or index not in self._special for index in ids):
+        if self._forgeable.isdisjoint(ids):
             return ids
         # Merges (or a whole-word look-up) put a control token together from its characters: no piece may hold them all.
         cuts = [0, *(start + 1 for start in self.control.starts(text)), len(text)]
