@@ -19,7 +19,11 @@ from server.model.weights import weight_bytes
 MAX_CPU_KV_BYTES = 4 * 2**30
 """Unless told otherwise, KV on a CPU takes no more than this: the memory is the user's, not ours."""
 
+MIN_CONTEXT_TOKENS = 512
+"""A server whose longest request is shorter than this is of no use unless somebody asked for it."""
+
 PREFILL_QUERY_BLOCK = 256
+"""Queries whose attention scores are held at once, see kernels/reference_attention.py."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,7 +122,7 @@ def plan_memory(
             most = min(most, max(MAX_CPU_KV_BYTES // slab, alone))
         wanted = max(0, min(left // slab, most))
     usable = KVCache(layout(wanted)).usable_tokens(context, chunk)
-    if usable < min(context, max_model_tokens or 2 * cache.page_tokens):
+    if usable < min(context, max_model_tokens or MIN_CONTEXT_TOKENS):
         raise StartupError(
             f"too little memory: of {_size(available)} available the weights take {_size(weights)} and work space "
             f"{_size(work)}, which leaves {_size(max(0, wanted * slab))} for KV; a request of {context:,} tokens needs "
