@@ -404,10 +404,10 @@ class ServerThread:
     `call` runs something on that loop, where the engine lives.
     """
 
-    def __init__(self, ctx: ApiContext) -> None:
+    def __init__(self, ctx: ApiContext, *, uds: str | None = None) -> None:
         self.ctx = ctx
-        self.sock = bind_socket("127.0.0.1", 0)
-        self.port: int = self.sock.getsockname()[1]
+        self.sock = bind_socket("127.0.0.1", 0, uds)
+        self.port: int = 0 if uds else self.sock.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
         self._started = threading.Event()
         self._loop = new_event_loop()

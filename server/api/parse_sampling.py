@@ -138,6 +138,8 @@ def parse_generation(body: Mapping[str, Json], *, border: Border, logprobs: int 
 
 @lru_cache(maxsize=8)
 def shared_fields(border: Border) -> Table:
+    """What is honoured, with its range. temperature 0 is greedy and 2 the most, as at OpenAI; top_k -1 and 0 keep every
+    token; a negative seed is taken modulo 2**63."""
     vocab_size = border.limits.vocab_size
     token_id = integer(minimum=0, maximum=vocab_size - 1)
     defaults = border.defaults

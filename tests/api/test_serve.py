@@ -104,6 +104,16 @@ class TestBind:
             bind_socket("", 0, str(tmp_path / "no" / "s"))
 
 
+def test_a_server_on_a_unix_socket_removes_it_at_the_end(tmp_path: Path) -> None:
+    path = str(tmp_path / "s")
+    with ServerThread(fake_context(FakeEngine(script=say("ok"))), uds=path) as server:
+        with httpx.Client(transport=httpx.HTTPTransport(uds=path), base_url="http://x") as client:
+            answer = client.post("/v1/chat/completions", json=CHAT | {"stream": True}).text
+            assert answer.endswith("data: [DONE]\n\n")
+        server.stop()
+        assert not Path(path).exists()
+
+
 def read_stream(url: str, out: list[str]) -> None:
     with httpx.stream("POST", url + "/v1/chat/completions", json=CHAT | {"stream": True}, timeout=30) as response:
         out.extend(line for line in response.iter_lines() if line)
