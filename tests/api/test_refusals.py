@@ -361,7 +361,7 @@ class TestTolerated:
     async def test_unknown_fields_are_named_in_a_header(self, client: Client) -> None:
         response = await client.chat(top_a=0.5, mirostat=2, user="u", **{"evil\r\nx: y": 1, "日本": 1})
         assert response.status_code == 200
-        assert response.headers["x-ignored-params"] == "top_a, mirostat, evil??x:?y".replace(":", "?") + ", ??"
+        assert response.headers["x-ignored-params"] == "top_a, mirostat, evil??x??y, ??"
         many = await client.complete(**{f"field{i}": i for i in range(500)})
         assert many.headers["x-ignored-params"].endswith(", ...")
         assert len(many.headers["x-ignored-params"]) < 1000
