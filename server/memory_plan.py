@@ -22,9 +22,6 @@ MAX_CPU_KV_BYTES = 4 * 2**30
 MIN_CONTEXT_TOKENS = 512
 """A server whose longest request is shorter than this is of no use unless somebody asked for it."""
 
-PREFILL_QUERY_BLOCK = 256
-"""Queries whose attention scores are held at once, see kernels/reference_attention.py."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPlan:
@@ -94,7 +91,8 @@ def plan_memory(
     context = _context_tokens(spec, max_model_tokens)
     full_page, window_page = page_byte_sizes(spec, cache.page_tokens, dtype)
     slab = choose_slab_bytes(full_page, window_page)
-    weights, work = weight_bytes(spec, dtype), _work_bytes(spec, scheduler, context, dtype)
+    weights, fixed = weight_bytes(spec, dtype), _step_bytes(spec, scheduler)
+    gathered = _gather_share(spec, dtype)
 
     def layout(slabs: int) -> KVLayout:
         return KVLayout(
@@ -108,9 +106,9 @@ def plan_memory(
 
     chunk = min(scheduler.prefill_chunk_tokens, scheduler.step_token_budget)
     alone = _slabs_for(layout(0), context, chunk)
-    left = int(available * cache.memory_fraction) - weights - work
     if cache.kv_bytes is not None:
         wanted = cache.kv_bytes // slab
+        work = fixed + int(gathered * wanted * slab)
         if wanted * slab > available - weights - work:
             raise StartupError(
                 f"too little memory: --kv-cache-memory-bytes asks for {_size(cache.kv_bytes)}, but of "
@@ -120,7 +118,9 @@ def plan_memory(
         most = alone * scheduler.max_sequences
         if device.type == "cpu":
             most = min(most, max(MAX_CPU_KV_BYTES // slab, alone))
-        wanted = max(0, min(left // slab, most))
+        left = int(available * cache.memory_fraction) - weights - fixed
+        wanted = max(0, min(int(left / (1 + gathered)) // slab, most))
+        work = fixed + int(gathered * wanted * slab)
     usable = KVCache(layout(wanted)).usable_tokens(context, chunk)
     if usable < min(context, max_model_tokens or MIN_CONTEXT_TOKENS):
         raise StartupError(
@@ -173,21 +173,25 @@ def _sequences(layout: KVLayout, tokens: int, chunk_tokens: int, most: int) -> i
     return count
 
 
-def _work_bytes(spec: ModelSpec, scheduler: SchedulerConfig, context_tokens: int, dtype: torch.dtype) -> int:
-    """An upper estimate of what a step holds besides weights and KV: activations, one block of attention scores and
-    gathered K/V of the longest context, and fp32 logits with the copies that sampling makes."""
+def _step_bytes(spec: ModelSpec, scheduler: SchedulerConfig) -> int:
+    """An upper estimate of a step's activations and of the fp32 logits with the copies that sampling makes."""
     tokens = scheduler.step_token_budget
-    widths = [layer.mlp.width * (1 if isinstance(layer.mlp, DenseSpec) else layer.mlp.active) for layer in spec.layers]
-    inner = max(
-        max(3 * width, (layer.attention.heads + 2 * layer.attention.kv_heads) * layer.attention.head_dim * 2)
-        for layer, width in zip(spec.layers, widths, strict=True)
-    )
-    activations = tokens * (inner + 6 * spec.hidden) * max(dtype.itemsize, 4)
-    heads = max(layer.attention.heads for layer in spec.layers)
-    kv = max(layer.attention.kv_elements_per_token for layer in spec.layers)
-    attention = context_tokens * (min(tokens, PREFILL_QUERY_BLOCK) * heads * 8 + kv * 2 * dtype.itemsize)
+    inner = 0
+    for layer in spec.layers:
+        attention, active = layer.attention, 1 if isinstance(layer.mlp, DenseSpec) else layer.mlp.active
+        heads = (attention.heads + attention.kv_heads) * (attention.head_dim + attention.value_dim)
+        inner = max(inner, 3 * layer.mlp.width * active, 2 * heads)
     logits = min(scheduler.max_sequences, tokens) * spec.vocab * 4 * 4
-    return activations + attention + logits
+    return tokens * (inner + 6 * spec.hidden) * 4 + logits
+
+
+def _gather_share(spec: ModelSpec, dtype: torch.dtype) -> float:
+    """Bytes that a step holds for one layer's attention, per byte of KV: the keys and values of all rows gathered and
+    padded to at most twice their length, and two copies of fp32 scores."""
+    full = [layer.attention for layer in spec.layers if not layer.is_window]
+    kept = sum(attention.kv_elements_per_token for attention in full) * dtype.itemsize
+    held = [2 * a.kv_elements_per_token * dtype.itemsize + 2 * 4 * a.heads for a in full]
+    return max(held) / kept if full else 0.0
 
 
 def _read_number(path: str) -> int | None:
