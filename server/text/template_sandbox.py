@@ -1,7 +1,9 @@
 """Running a chat template that came with a model: jinja2's immutable sandbox, with an end to time and memory.
 
 A template is a program. Loops and calls check a deadline (both are instrumented, so no thread has to be killed and the
-sandbox works on any thread), and the operators that can make something huge from something small check sizes.
+sandbox works on any thread), and what makes something huge from something small in one step checks sizes or is left
+out. This is for mistakes and for arguments from clients; a hostile template can still spend memory, for example by
+replacing every letter of a long text with a long text.
 """
 
 from __future__ import annotations
@@ -68,6 +70,9 @@ class CompiledTemplate:
         environment.filters.update({"tojson": _tojson, "format": _format, _LOOP: _each, _SIZED: _sized})
         for name in ("center", "indent"):
             environment.filters[name] = _narrow(environment.filters[name])
+        for name in ("batch", "slice"):
+            del environment.filters[name]
+        del environment.globals["lipsum"]
         environment.globals.update(raise_exception=_raise_exception, strftime_now=lambda form: now().strftime(form))
         tree = _Instrumented().visit(environment.parse(source))
         code = environment.compile(tree, filename="<chat template>")

@@ -193,6 +193,9 @@ def test_templates_trim_split_and_compare_as_ever(smollm2: Tokenizer) -> None:
         ("{{ '{:99999999}'.format(1) }}", "too wide"),
         ("{{ 'a'.ljust(10**9) }}", "unsafe"),
         ("{{ 'a' | center(10**9) }}", "width"),
+        ("{{ 'a' | indent(10**9) }}", "width"),
+        ("{{ lipsum(10**9) }}", "'lipsum' is undefined"),
+        ("{{ messages | tojson(indent=10**9) }}", "indents by 0 to 16"),
         (
             "{% set n = namespace(x='aaaaaaaa') %}{% for i in range(99) %}{% set n.x = n.x ~ n.x %}{% endfor %}",
             "64000000",
@@ -280,7 +283,9 @@ def test_template_arguments_cannot_replace_what_the_server_sets(smollm2: Tokeniz
     assert caught.value.param == f"chat_template_kwargs.{name}"
 
 
-@pytest.mark.parametrize("source", ["{% for %}", "{{ unclosed", f"{{{{ '{MARK}' }}}}", "{{ 1 | nofilter }}"])
+@pytest.mark.parametrize(
+    "source", ["{% for %}", "{{ unclosed", f"{{{{ '{MARK}' }}}}", "{{ 1 | nofilter }}", "{{ [1] | slice(9) }}"]
+)
 def test_a_source_that_is_no_template_stops_the_start(smollm2: Tokenizer, source: str) -> None:
     with pytest.raises(StartupError, match="chat template is not usable"):
         ChatTemplate(source, smollm2)
