@@ -22,6 +22,7 @@ from server.cache.kv_cache import KVCache
 from server.config import ModelConfig, ServeConfig
 from server.engine import InferenceEngine
 from server.errors import StartupError
+from server.memory_plan import MemoryPlan, available_bytes, plan_memory
 from server.metrics import Metrics
 from server.model.checkpoint import Checkpoint, GGUFCheckpoint, SafetensorsCheckpoint
 from server.model.decoder import Decoder
@@ -29,7 +30,6 @@ from server.model.families import count_mtp_layers, spec_from_config, spec_from_
 from server.model.generation import GenerationConfig, read_generation_config
 from server.model.gguf_file import GGUFFile
 from server.model.kv_arena import KVArena
-from server.memory_plan import MemoryPlan, available_bytes, plan_memory
 from server.model.runner import ModelRunner
 from server.model.source import ModelSource, resolve
 from server.model.spec import ModelSpec
@@ -232,7 +232,9 @@ def _template(
             raise StartupError(f"--chat-template: {text!r} is no file and no template")
         text = path.read_text(encoding="utf-8")
     if text is None:
-        text = _own_template(source, metadata) or family_template(spec.family)
+        # By model type before family: within one family MiMo-V2.5 thinks unless told otherwise, Flash does not.
+        model_type = str(metadata.get("model_type", spec.family))
+        text = _own_template(source, metadata) or family_template(model_type) or family_template(spec.family)
     return None if text is None else ChatTemplate(text, tokenizer)
 
 

@@ -1,17 +1,15 @@
-"""The routes, and the one place where a call begins and ends.
-
-A plain ASGI application: its few routes are a table, and no default of a framework (plain-text errors, redirects for
-a slash, its own HEAD) has to be undone.
-"""
+"""The routes, and the one place where a call begins and ends."""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
 import orjson
+from starlette.exceptions import HTTPException
+from starlette.routing import Route, Router
 
 from server.api.answer import Job, collect, stream
 from server.api.body import ClientGone, check_media_type, decode_object, read_body
@@ -38,7 +36,6 @@ COMPLETION_DEFAULT_TOKENS = 16
 RETRY_AFTER_LOADING_S = 5.0
 RETRY_AFTER_OVERLOAD_S = 1.0
 MAX_REMEMBERED_NAMES = 1024
-MODEL_PREFIX = "/v1/models/"
 PROMETHEUS_TEXT = "text/plain; version=0.0.4; charset=utf-8"
 
 
@@ -54,31 +51,36 @@ class Api:
         self._ctx = ctx
         self._encoding = 0
         self._logged_names: set[str] = set()
-        self._routes: Mapping[str, Mapping[str, Handler]] = {
-            "/v1/chat/completions": {"POST": self._chat},
-            "/v1/completions": {"POST": self._completions},
-            "/v1/models": {"GET": self._models},
-            "/health": {"GET": self._health},
-            "/ping": {"GET": self._health},
-            "/ready": {"GET": self._ready},
-            "/health/ready": {"GET": self._ready},
-            "/metrics": {"GET": self._metrics},
-            "/": {"GET": self._root},
-        }
+        # Starlette matches paths and methods; what it would answer by itself (plain text) is raised instead.
+        self._router = Router(
+            [
+                self._route("/v1/chat/completions", "POST", self._chat),
+                self._route("/v1/completions", "POST", self._completions),
+                self._route("/v1/models", "GET", self._models),
+                self._route("/v1/models/{id:path}", "GET", self._model),
+                self._route("/health", "GET", self._health),
+                self._route("/ping", "GET", self._health),
+                self._route("/ready", "GET", self._ready),
+                self._route("/health/ready", "GET", self._ready),
+                self._route("/metrics", "GET", self._metrics),
+                self._route("/", "GET", self._root),
+            ],
+            default=_no_route,
+            redirect_slashes=False,
+        )
 
     async def __call__(
         self, scope: Any, receive: Callable[[], Awaitable[Any]], send: Callable[[Any], Awaitable[None]]
     ) -> None:
         if scope["type"] == "lifespan":
-            await _lifespan(receive, send)
+            await self._router(scope, receive, send)
             return
         assert scope["type"] == "http", "only HTTP is served"
         call = Call(scope, receive, send)
+        scope |= {"app": self, "call": call, "handler": "unmatched"}
         started_s = time.monotonic()
-        handler_name = "unmatched"
         try:
-            handler_name, handler = self._route(call)
-            await handler(call)
+            await self._router(scope, receive, send)
         except ClientGone:
             call.lost()
         except Exception as error:
@@ -86,30 +88,17 @@ class Api:
         finally:
             call.unwatch()
             method = call.method if call.method in KNOWN_METHODS else "OTHER"
-            self._ctx.metrics.http(method, handler_name, call.counted_status, time.monotonic() - started_s)
+            self._ctx.metrics.http(method, scope["handler"], call.counted_status, time.monotonic() - started_s)
             if call.gone and not call.ended:
-                logger.info("event=client_gone request_id=%s route=%s", call.request_id, handler_name)
+                logger.info("event=client_gone request_id=%s route=%s", call.request_id, scope["handler"])
 
-    def _route(self, call: Call) -> tuple[str, Handler]:
-        """The route's template and its handler; HEAD is answered as GET without the body."""
-        name = call.path
-        handlers = self._routes.get(name)
-        if handlers is None and name.startswith(MODEL_PREFIX) and len(name) > len(MODEL_PREFIX):
-            name, handlers = MODEL_PREFIX + "{id}", {"GET": self._model}
-        if handlers is None:
-            raise HttpRefusal(f"Invalid URL ({call.method} {call.path})", status=404, code="unknown_url")
-        handler = handlers.get("GET" if call.method == "HEAD" else call.method)
-        if handler is None:
-            allowed = "GET, HEAD" if "GET" in handlers else ", ".join(handlers)
-            raise HttpRefusal(
-                f"Not allowed to {call.method} on {call.path} (HINT: use {allowed}).",
-                status=405,
-                code="method_not_allowed",
-                headers={"allow": allowed},
-            )
-        return name, handler
+    def _route(self, path: str, method: str, handler: Handler) -> Route:
+        """A route whose handler gets the Call; HEAD is answered as GET without the body."""
+        return Route(path, _Endpoint(path.replace(":path", ""), handler), methods=[method])
 
     async def _refuse(self, call: Call, error: Exception) -> None:
+        if isinstance(error, HTTPException):
+            error = _routing_refusal(call, error)
         wire = wire_error(error, request_id=call.request_id)
         if wire.status >= 500 and not isinstance(error, Unavailable):
             logger.error("event=internal_error request_id=%s", call.request_id, exc_info=error)
@@ -235,7 +224,9 @@ class Api:
         await call.respond(200, orjson.dumps({"object": "list", "data": cards}))
 
     async def _model(self, call: Call) -> None:
-        name = call.path.removeprefix(MODEL_PREFIX)
+        name = call.path.removeprefix("/v1/models/")
+        if not name:
+            raise HTTPException(404)
         if name not in self._ctx.model_names:
             raise ModelNotFound(name[:256])
         await call.respond(200, orjson.dumps(self._card(name)))
@@ -301,9 +292,31 @@ def _unavailable(state: EngineState) -> TwinpaneError:
             return Unavailable("The engine has stopped.", code="engine_unavailable")
 
 
-async def _lifespan(receive: Callable[[], Awaitable[Any]], send: Callable[[Any], Awaitable[None]]) -> None:
-    while True:
-        message = await receive()
-        await send({"type": message["type"] + ".complete"})
-        if message["type"] == "lifespan.shutdown":
-            return
+class _Endpoint:
+    """A handler as the ASGI application that a Starlette route wants. `name` is the route's template, for metrics."""
+
+    def __init__(self, name: str, handler: Handler) -> None:
+        self._name = name
+        self._handler = handler
+
+    async def __call__(
+        self, scope: Any, receive: Callable[[], Awaitable[Any]], send: Callable[[Any], Awaitable[None]]
+    ) -> None:
+        scope["handler"] = self._name
+        await self._handler(scope["call"])
+
+
+async def _no_route(scope: Any, receive: Callable[[], Awaitable[Any]], send: Callable[[Any], Awaitable[None]]) -> None:
+    raise HTTPException(404)
+
+
+def _routing_refusal(call: Call, error: HTTPException) -> HttpRefusal:
+    if error.status_code == 405:
+        allowed = ", ".join(sorted((error.headers or {}).get("Allow", "").split(", ")))
+        return HttpRefusal(
+            f"Not allowed to {call.method} on {call.path} (HINT: use {allowed}).",
+            status=405,
+            code="method_not_allowed",
+            headers={"allow": allowed},
+        )
+    return HttpRefusal(f"Invalid URL ({call.method} {call.path})", status=404, code="unknown_url")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Callable
 
 import pytest
@@ -20,9 +21,14 @@ Make = Callable[..., Client]
 
 class TestRoutes:
     @pytest.mark.parametrize(
-        "path", ["/v1/foo", "/v1", "/v1/chat/completions/", "/v1/models/", "//", "/chat/completions"]
+        ("path", "method"),
+        [
+            ("/v1/models/", "GET"),
+            *itertools.product(
+                ["/v1/foo", "/v1", "/v1/chat/completions/", "//", "/chat/completions"], ["GET", "POST", "DELETE"]
+            ),
+        ],
     )
-    @pytest.mark.parametrize("method", ["GET", "POST", "DELETE"])
     async def test_an_unknown_url_is_a_404(self, client: Client, path: str, method: str) -> None:
         response = await client.http.request(method, "http://test" + path)
         assert response.status_code == 404
