@@ -69,7 +69,8 @@ class FoldedRows:
     """N short rows of up to R tokens. tokens [N * R] indexes the step's tokens; a row with fewer repeats its last, and
     kept then lists the entries that count. hidden [N, 1, R, S] marks keys that a query does not see.
 
-    blank lists the gathered keys (n, s) that no query of row n sees: they may be unwritten memory and are zeroed.
+    blank lists the gathered keys (n, s) that no query of row n sees: they may be unwritten memory, and 0 times an
+    infinite V is not 0, so their V is zeroed.
     """
 
     pages: PageIndex
@@ -79,8 +80,12 @@ class FoldedRows:
     blank: tuple[Tensor, Tensor]
     _blank_rows: dict[int, Tensor] = field(default_factory=dict)
 
-    def gather(self, view: Tensor, role: Role) -> Tensor:
-        gathered = self.pages.gather(view, role)
+    def gather_k(self, view: Tensor) -> Tensor:
+        """Scores of blank keys are overwritten by the mask, so K stays as it is."""
+        return self.pages.gather(view, "k")
+
+    def gather_v(self, view: Tensor) -> Tensor:
+        gathered = self.pages.gather(view, "v")
         kv_heads, keys = gathered.shape[1:3]
         rows = self._blank_rows.get(kv_heads)
         if rows is None:
@@ -150,7 +155,7 @@ def paged_attention(q: Tensor, kv: PagedKV, plan: AttentionPlan, *, scale: float
         _attend_folded(out, q, kv, folded, scale, sinks)
     for block in plan.blocks:
         span = slice(block.start, block.stop)
-        grouped = q[span].unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3)  # [K, G, R, D]
+        grouped = q[span].view(block.stop - block.start, kv_heads, -1, q.shape[-1]).permute(1, 2, 0, 3)  # [K, G, R, D]
         attended = _attend_block(grouped, kv, block, scale, sinks)
         out[span] = attended.permute(2, 0, 1, 3).flatten(1, 2)
     return out
@@ -253,7 +258,7 @@ def _window_blocks(
 
 
 def _attend_folded(out: Tensor, q: Tensor, kv: PagedKV, folded: FoldedRows, scale: float, sinks: Tensor | None) -> None:
-    k, v = folded.gather(kv.k, "k"), folded.gather(kv.v, "v")  # [N, K, S, D], [N, K, S, V]
+    k, v = folded.gather_k(kv.k), folded.gather_v(kv.v)  # [N, K, S, D], [N, K, S, V]
     rows, kv_heads = k.shape[:2]
     tokens = folded.hidden.shape[2]
     queries = q[folded.tokens].view(rows, tokens, kv_heads, -1, q.shape[-1])  # [N, R, K, G, D]

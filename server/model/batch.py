@@ -42,10 +42,6 @@ class Batch:
         return self.positions.shape[0]
 
     @property
-    def longest_context(self) -> int:
-        return max(start + count for start, count in zip(self.rows.starts, self.rows.counts, strict=True))
-
-    @property
     def last_tokens(self) -> list[int]:
         """Index of each row's last token among the step's tokens."""
         ends, token = [], -1

@@ -7,22 +7,28 @@ import math
 import torch
 from torch import Tensor
 
+from kernels.interface import Activation as KernelActivation
 from kernels.interface import Kernels, PagedKV
 from server.model.batch import Batch
 from server.model.kv_arena import KVArena
-from server.model.spec import AttentionSpec, DenseSpec, LayerSpec, ModelSpec, MoESpec, RopeSpec
+from server.model.spec import Activation, AttentionSpec, DenseSpec, LayerSpec, ModelSpec, MoESpec, RopeSpec
 from server.model.weights import AttentionWeights, DenseWeights, LayerWeights, MoEWeights, Weights
 from server.step import PageKind
 
+_ACTIVATIONS: dict[Activation, KernelActivation] = {Activation.SILU: "silu", Activation.GELU_TANH: "gelu_tanh"}
+
 
 class Decoder:
-    """Stateless between steps but for its rotary tables: all state is in the arena and the page tables."""
+    """Stateless between steps: all state is in the arena and the page tables."""
 
     def __init__(self, spec: ModelSpec, weights: Weights, kernels: Kernels) -> None:
         self.spec = spec
         self.weights = weights
         self.kernels = kernels
-        self._rotary: dict[RopeSpec, RotaryTable] = {}
+        self._frequencies = {
+            rope: frequencies(rope).to(weights.embedding.device)
+            for rope in {layer.attention.rope for layer in spec.layers}
+        }
         # Rounded as the weights are: the models were trained with the rounded factor.
         self._embedding_scale = torch.tensor(spec.embedding_scale, dtype=weights.embedding.dtype).item()
 
@@ -33,8 +39,8 @@ class Decoder:
         if self._embedding_scale != 1.0:
             hidden = hidden * self._embedding_scale
         rotary = {
-            rope: self._rotary_table(rope).at(batch, hidden.dtype)
-            for rope in {layer.attention.rope for layer in self.spec.layers}
+            rope: rotation(angle_per_position, batch.positions, hidden.dtype)
+            for rope, angle_per_position in self._frequencies.items()
         }
         for layer, weights, kv in zip(self.spec.layers, self.weights.layers, arena.layers, strict=True):
             hidden = self._layer(hidden, layer, weights, kv, batch, arena, rotary[layer.attention.rope])
@@ -78,17 +84,16 @@ class Decoder:
         rotary: tuple[Tensor, Tensor],
     ) -> Tensor:
         kernels = self.kernels
-        rotated_heads = spec.heads + spec.kv_heads
+        tokens, rotated_heads = x.shape[0], spec.heads + spec.kv_heads
         qkv = kernels.linear(x, weights.qkv, weights.qkv_bias)
-        qk, v = qkv.split((rotated_heads * spec.head_dim, spec.kv_heads * spec.value_dim), dim=1)
-        qk = qk.unflatten(1, (rotated_heads, spec.head_dim))  # [T, H + K, D]
+        qk = qkv[:, : rotated_heads * spec.head_dim].view(tokens, rotated_heads, spec.head_dim)
+        v = qkv[:, rotated_heads * spec.head_dim :].view(tokens, spec.kv_heads, spec.value_dim)
         if weights.qk_norm is not None:
             qk = kernels.rms_norm(qk, weights.qk_norm, self.spec.norm_eps)
         kernels.rope(qk, *rotary)
-        v = v.unflatten(1, (spec.kv_heads, spec.value_dim))
         if spec.value_scale != 1.0:
             v = v * spec.value_scale
-        q, k = qk.split((spec.heads, spec.kv_heads), dim=1)
+        q, k = qk[:, : spec.heads], qk[:, spec.heads :]
         kind = PageKind.FULL if spec.window_keys is None else PageKind.WINDOW
         kernels.write_kv(kv, k, v, batch.write_index(arena, kind))
         plan = batch.attention_plan(kernels, arena, spec.window_keys)
@@ -96,7 +101,7 @@ class Decoder:
         return kernels.linear(attended.flatten(1), weights.output, weights.output_bias)
 
     def _mlp(self, x: Tensor, spec: DenseSpec | MoESpec, weights: DenseWeights | MoEWeights) -> Tensor:
-        kernels, activation = self.kernels, spec.activation.value
+        kernels, activation = self.kernels, _ACTIVATIONS[spec.activation]
         if isinstance(spec, MoESpec):
             assert isinstance(weights, MoEWeights)
             chosen, shares = kernels.route(
@@ -112,35 +117,16 @@ class Decoder:
         inner = kernels.gated(kernels.linear(x, weights.gate_up, weights.gate_up_bias), activation)
         return kernels.linear(inner, weights.down, weights.down_bias)
 
-    def _rotary_table(self, rope: RopeSpec) -> RotaryTable:
-        if rope not in self._rotary:
-            self._rotary[rope] = RotaryTable(rope, self.weights.embedding.device)
-        return self._rotary[rope]
 
+def rotation(angle_per_position: Tensor, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """cos and sin [T, 1, rotary_dim] as `Kernels.rope` takes them: twice the half width, sin negated in the first half.
 
-class RotaryTable:
-    """cos and sin of one RopeSpec by position, grown to the longest position seen; a step only looks them up."""
-
-    _SMALLEST = 4096
-
-    def __init__(self, rope: RopeSpec, device: torch.device) -> None:
-        self._frequencies = frequencies(rope).to(device)
-        self._cos = self._sin = torch.empty(0, 1, rope.rotary_dim, device=device)
-        self._dtype = torch.float32
-
-    def at(self, batch: Batch, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """cos and sin [T, 1, rotary_dim], the first half of sin negated, as `Kernels.rope` takes them."""
-        if batch.longest_context > self._cos.shape[0] or dtype != self._dtype:
-            self._grow(batch.longest_context, dtype)
-        return self._cos[batch.positions], self._sin[batch.positions]
-
-    def _grow(self, longest: int, dtype: torch.dtype) -> None:
-        rows = max(self._SMALLEST, 1 << (longest - 1).bit_length())
-        angle = torch.arange(rows, device=self._frequencies.device, dtype=torch.float32)[:, None] * self._frequencies
-        cos, sin = angle.cos(), angle.sin()
-        self._cos = torch.cat((cos, cos), -1)[:, None].to(dtype)
-        self._sin = torch.cat((-sin, sin), -1)[:, None].to(dtype)
-        self._dtype = dtype
+    Computed for the step's positions and not looked up: it is a few small operations a step, and a table for a million
+    positions would take half a gigabyte.
+    """
+    angle = positions[:, None, None].float() * angle_per_position  # [T, 1, rotary_dim / 2]
+    cos, sin = angle.cos(), angle.sin()
+    return torch.cat((cos, cos), -1).to(dtype), torch.cat((-sin, sin), -1).to(dtype)
 
 
 def frequencies(rope: RopeSpec) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 import re
 from collections.abc import Callable
@@ -215,6 +216,20 @@ def test_garbage_in_unseen_memory_does_not_change_a_bit(model: Model) -> None:
         runs.append(torch.cat(run_interleaved(sequences, texts, (1, 5, 33))))
     assert torch.equal(runs[0], runs[1])
     assert torch.equal(runs[0], runs[2])
+
+
+def test_bf16_is_as_close_to_fp32_as_transformers_is(model: Model, tmp_path: Path) -> None:
+    oracle, spec, _ = model
+    oracle.save_pretrained(tmp_path)
+    _, weights = load_folder(tmp_path, dtype=torch.bfloat16)
+    in_bf16 = copy.deepcopy(oracle).to(torch.bfloat16)
+    texts = prompts(spec.vocab, (150, 80))
+    sequences = PagedSequences(spec, weights, page_tokens=4, tokens=512, dtype=torch.bfloat16)
+    for text, logits in zip(texts, run_interleaved(sequences, texts, (1, 7, 64)), strict=True):
+        expected = oracle_logits(oracle, text)
+        assert logits.dtype == torch.float32
+        ours, theirs = logits - expected, oracle_logits(in_bf16, text).float() - expected
+        assert ours.square().mean().sqrt() < 1.2 * theirs.square().mean().sqrt()
 
 
 @pytest.fixture(scope="module")
