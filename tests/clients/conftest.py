@@ -1,8 +1,7 @@
-"""The server that the clients talk to: fakes in a thread, or a running one named by TWINPANE_TEST_URL."""
+"""The servers that the clients talk to: fakes in a thread, and a real model in a process of its own."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 
 import httpx
@@ -28,11 +27,10 @@ class Served:
         raise AssertionError("the server shows no running requests")
 
 
-@pytest.fixture(scope="module")
-def served() -> Iterator[Served]:
-    url = os.environ.get("TWINPANE_TEST_URL")
-    if url:
-        yield Served(url.rstrip("/"))
+@pytest.fixture(scope="module", params=["fake", "smollm2"])
+def served(request: pytest.FixtureRequest) -> Iterator[Served]:
+    if request.param == "smollm2":
+        yield Served(request.getfixturevalue("smollm2_server").url)
         return
     engine = FakeEngine(script=forever, step_s=0.002)
     http = HttpConfig(sse_keep_alive_s=0.0, shutdown_timeout_s=0.5)

@@ -8,7 +8,7 @@ from typing import Any
 import openai
 import pytest
 
-from tests.e2e.processes import Served
+from tests.processes import Served
 
 MODEL = "smollm2-135m"
 QUESTION: list[Any] = [{"role": "user", "content": "Name three colours."}]

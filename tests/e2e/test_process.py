@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.processes import Served, run_serve, serving
+from tests.processes import Served, run_serve, serving
 
 
 def post(url: str, **body: Any) -> Any:

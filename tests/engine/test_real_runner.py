@@ -98,6 +98,36 @@ def test_a_long_sequence_never_holds_more_window_pages_than_window_plus_chunk(
     house.assert_empty()
 
 
+def test_preemption_and_page_moves_change_no_text(mimo: tuple[ModelSpec, Weights]) -> None:
+    """The same requests in plenty of memory and in so little that they take each other's place."""
+    rng = random.Random(5)
+    asks = [
+        ([rng.randrange(128) for _ in range(rng.randint(3, 20))], rng.randint(60, 140), random_sampling(rng))
+        for _ in range(12)
+    ]
+
+    def run(slabs: int) -> tuple[RealHouse, int]:
+        house, moves = RealHouse(*mimo, slabs=slabs, prefill_chunk_tokens=8, step_token_budget=32), 0
+
+        def count(plan: StepPlan) -> None:
+            nonlocal moves
+            moves += len(plan.moves)
+
+        for number, (prompt, outputs, sampling) in enumerate(asks):
+            house.submit(f"{number}", prompt, outputs=outputs, sampling=sampling)
+        house.run(before=count)
+        house.assert_empty()
+        return house, moves
+
+    plenty, _ = run(400)
+    little, moves = run(12)
+    assert plenty.preemptions == 0
+    assert little.preemptions > 3
+    assert moves > 0
+    for number in range(len(asks)):
+        assert little.texts(RequestId(f"{number}")) == plenty.texts(RequestId(f"{number}"))
+
+
 def score(
     token: int,
     model_logprobs: dict[int, float],
