@@ -40,7 +40,7 @@ class Checkpoint(Protocol):
 
 
 class SafetensorsCheckpoint:
-    """A folder with model.safetensors, or with shards named by model.safetensors.index.json."""
+    """A folder with shards named by model.safetensors.index.json, with model.safetensors, or with other such files."""
 
     is_gguf = False
 
@@ -116,9 +116,13 @@ def _listed(names: list[str], shown: int = 4) -> str:
 def _shards(folder: Path) -> list[Path]:
     index_file = folder / _INDEX
     if not index_file.exists():
-        if not (folder / _SINGLE).exists():
-            raise StartupError(f"{folder}: neither {_SINGLE} nor {_INDEX} is there")
-        return [folder / _SINGLE]
+        if (folder / _SINGLE).exists():
+            return [folder / _SINGLE]
+        # "consolidated" files hold the same weights again under their trainer's names.
+        files = sorted(file for file in folder.glob("*.safetensors") if not file.name.startswith("consolidated"))
+        if not files:
+            raise StartupError(f"{folder}: no .safetensors file is there")
+        return files
     try:
         index = json.loads(index_file.read_text())
         shards = sorted(set(index["weight_map"].values()))

@@ -207,6 +207,13 @@ def test_what_cannot_be_served_is_named(config: dict[str, Any], message: str) ->
     assert "\n" not in str(caught.value)
 
 
+def test_window_keys_must_make_sense() -> None:
+    with pytest.raises(StartupError, match="window_keys is -3"):
+        spec_from_config(GEMMA, window_keys=-3)
+    with pytest.raises(StartupError, match="this model has no window layers"):
+        spec_from_config(LLAMA, window_keys=128)
+
+
 @pytest.mark.parametrize("config", [LLAMA, GEMMA, PRO_CONFIG, FLASH], ids=["llama", "gemma3", "pro", "flash"])
 def test_any_wrong_value_is_a_startup_error(config: dict[str, Any]) -> None:
     for name in config:

@@ -128,8 +128,15 @@ def test_a_missing_shard_is_named_before_any_weight_is_read(tmp_path: Path) -> N
         SafetensorsCheckpoint(tmp_path)
 
 
+def test_shards_load_without_their_index(tmp_path: Path) -> None:
+    write(tmp_path)
+    (tmp_path / "model.safetensors.index.json").unlink()
+    save_file({"tok_embeddings.weight": torch.ones(3)}, tmp_path / "consolidated.safetensors")
+    load_folder(tmp_path)
+
+
 def test_damaged_safetensors_are_refused_in_one_line(tmp_path: Path) -> None:
-    with pytest.raises(StartupError, match=r"neither model\.safetensors nor"):
+    with pytest.raises(StartupError, match=r"no \.safetensors file is there"):
         SafetensorsCheckpoint(tmp_path)
     file = tmp_path / "model.safetensors"
     save_file({"a": torch.ones(100)}, file)

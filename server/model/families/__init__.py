@@ -39,16 +39,16 @@ def spec_from_config(config: Mapping[str, Any], *, mtp_layers: int = 0, window_k
         spec = gemma3.parse_config(keys, window_keys)
     else:
         spec = mimo_v2.parse_config(keys, mtp_layers, window_keys)
-    return _checked(spec, keys.where)
+    return _checked(spec, keys.where, window_keys)
 
 
 def spec_from_gguf(file: GGUFFile, *, window_keys: int | None = None) -> ModelSpec:
     keys = Keys(file.metadata, file.path.name)
     architecture = keys.text("general.architecture", default="missing")
     if architecture == "llama":
-        return _checked(llama.parse_gguf(keys, file), keys.where)
+        return _checked(llama.parse_gguf(keys, file), keys.where, window_keys)
     if architecture == "gemma3":
-        return _checked(gemma3.parse_gguf(keys, file, window_keys), keys.where)
+        return _checked(gemma3.parse_gguf(keys, file, window_keys), keys.where, window_keys)
     raise _unsupported(f"{keys.where}: architecture {architecture!r}", GGUF_NAMES)
 
 
@@ -80,7 +80,11 @@ def _refuse_quantization(keys: Keys) -> None:
         raise StartupError(f"{keys.where}: store_dtype {keys.text('store_dtype')!r} is not supported yet")
 
 
-def _checked(spec: ModelSpec, where: str) -> ModelSpec:
+def _checked(spec: ModelSpec, where: str, window_keys: int | None) -> ModelSpec:
+    if window_keys is not None and window_keys < 1:
+        raise StartupError(f"window_keys is {window_keys}, expected at least 1 (the query's own key counts)")
+    if window_keys is not None and not any(layer.is_window for layer in spec.layers):
+        raise StartupError(f"{where}: window_keys is set, but this model has no window layers")
     for layer in (*spec.layers, *spec.mtp_layers):
         attention = layer.attention
         if attention.heads % attention.kv_heads:

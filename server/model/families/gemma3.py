@@ -76,7 +76,7 @@ def _parse_text(keys: Keys, window_keys: int | None) -> ModelSpec:
         qkv_bias=bias,
         output_bias=bias,
     )
-    window = window_keys or keys.integer("sliding_window", default=4096)
+    window = window_keys if window_keys is not None else keys.integer("sliding_window", default=4096)
     mlp = DenseSpec(
         width=keys.integer("intermediate_size", default=9216),
         activation=keys.choice(
@@ -131,7 +131,7 @@ def parse_gguf(keys: Keys, file: GGUFFile, window_keys: int | None) -> ModelSpec
     else:
         is_window = _pattern(layers, keys.integer(name, default=LAYERS_PER_FULL))
     mlp = DenseSpec(width=keys.integer("gemma3.feed_forward_length"), activation=Activation.GELU_TANH)
-    window = window_keys or keys.integer("gemma3.attention.sliding_window")
+    window = window_keys if window_keys is not None else keys.integer("gemma3.attention.sliding_window")
     return ModelSpec(
         family="gemma3",
         hidden=hidden,

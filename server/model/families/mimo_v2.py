@@ -53,7 +53,7 @@ def parse_config(keys: Keys, mtp_layers: int, window_keys: int | None) -> ModelS
         raise StartupError(f"{keys.where}: key moe_layer_freq or mlp_layer_types is missing")
     attention = {
         False: _attention(keys, window_keys=None),
-        True: _attention(keys, window_keys=window_keys or _window_keys(keys)),
+        True: _attention(keys, window_keys=_window_keys(keys) if window_keys is None else window_keys),
     }
     dense = DenseSpec(width=keys.integer("intermediate_size"), activation=keys.choice("hidden_act", allowed=SILU))
     mlp = {False: dense, True: _moe(keys) if any(is_moe) else dense}
