@@ -264,6 +264,8 @@ def _attend_folded(out: Tensor, q: Tensor, kv: PagedKV, folded: FoldedRows, scal
     queries = q[folded.tokens].view(rows, tokens, kv_heads, -1, q.shape[-1])  # [N, R, K, G, D]
     group = queries.shape[3]
     queries = queries.permute(0, 2, 3, 1, 4).reshape(rows, kv_heads, group * tokens, -1)
+    # The products stay in K's dtype, so bf16 scores are rounded once before the fp32 softmax: torch has no bf16 product
+    # with an fp32 result on CPU, and widening K and V first takes three times as long.
     scores = torch.matmul(queries, k.transpose(-1, -2)).float().mul_(scale)
     scores = scores.view(rows, kv_heads, group, tokens, -1).masked_fill_(folded.hidden[:, :, None], -math.inf)
     shares = _softmax(scores, sinks)
