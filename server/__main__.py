@@ -66,9 +66,18 @@ def run_serve(config: ServeConfig, env: MutableMapping[str, str]) -> int:
     env.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     # As process 1 of a container, Python ignores SIGTERM until somebody handles it; loading a model takes minutes.
     signal.signal(signal.SIGTERM, stop_cleanly)
-    from server.assemble import serve
+    # What is most often wrong is found in the first second, before torch is even imported.
+    from server.api.serve import bind_socket
+    from server.model.source import resolve
 
-    return serve(config)
+    model = config.model
+    with bind_socket(config.http.host, config.http.port, config.http.uds) as sock:
+        source = resolve(
+            model.model, cache_folder=model.cache_folder, revision=model.revision, tokenizer=model.tokenizer
+        )
+        from server.assemble import serve
+
+        return serve(config, sock, source)
 
 
 def stop_cleanly(signum: int, frame: FrameType | None) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,8 +16,8 @@ from tqdm import tqdm
 
 from kernels.reference import ReferenceKernels
 from server.api.app import build_app
-from server.api.context import ApiContext, SamplingDefaults
-from server.api.serve import bind_socket, new_event_loop
+from server.api.context import ApiContext
+from server.api.serve import new_event_loop
 from server.api.serve import serve as serve_http
 from server.cache.kv_cache import KVCache
 from server.config import ModelConfig, ServeConfig
@@ -31,7 +32,7 @@ from server.model.generation import GenerationConfig, read_generation_config
 from server.model.gguf_file import GGUFFile
 from server.model.kv_arena import KVArena
 from server.model.runner import ModelRunner
-from server.model.source import ModelSource, resolve
+from server.model.source import ModelSource
 from server.model.spec import ModelSpec
 from server.model.weights import checkpoint_bytes, load_weights
 from server.request import EngineState
@@ -72,30 +73,32 @@ class Server:
     context: ApiContext
 
 
-def serve(config: ServeConfig) -> int:
-    """Serve until told to stop. Returns the exit code: 0 clean, 1 when the engine failed. Raises StartupError."""
+def serve(config: ServeConfig, sock: socket.socket, source: ModelSource) -> int:
+    """Serve on a bound socket until told to stop. Returns the exit code: 0 clean, 1 when something of ours failed.
+
+    Raises StartupError for what the operator must change.
+    """
     logging.basicConfig(
         level=config.http.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s %(message)s", force=True
     )
-    sock = bind_socket(config.http.host, config.http.port, config.http.uds)
-    try:
-        server = build(config, describe(config))
+    server = build(config, describe(config, source))
 
-        async def run() -> None:
-            await server.engine.start()
-            stopping = asyncio.Event()
-            watch = asyncio.create_task(_set_when_failed(server.engine, stopping))
-            try:
-                await serve_http(build_app(server.context), sock, config.http, server.engine, stop=stopping)
-            finally:
-                watch.cancel()
-                await server.engine.stop()
-                server.text.close()
+    async def run() -> None:
+        await server.engine.start()
+        stopping = asyncio.Event()
+        watch = asyncio.create_task(_set_when_failed(server.engine, stopping))
+        try:
+            await serve_http(build_app(server.context), sock, config.http, server.engine, stop=stopping)
+        finally:
+            watch.cancel()
+            await server.engine.stop()
+            server.text.close()
 
-        with asyncio.Runner(loop_factory=new_event_loop) as runner:
+    with asyncio.Runner(loop_factory=new_event_loop) as runner:
+        try:
             runner.run(run())
-    finally:
-        sock.close()
+        except SystemExit:  # uvicorn's way to say that it could not start; it has logged why
+            return 1
     return 1 if server.engine.health().state is EngineState.FAILED else 0
 
 
@@ -104,16 +107,14 @@ async def _set_when_failed(engine: InferenceEngine, stopping: asyncio.Event) -> 
     stopping.set()
 
 
-def describe(config: ServeConfig) -> Model:
-    """Find the model, read its description and divide memory."""
+def describe(config: ServeConfig, source: ModelSource) -> Model:
+    """Read the model's description, check it against its files and divide memory."""
     wanted = config.model
     device = _device(config.device)
     if config.threads is not None:
         torch.set_num_threads(config.threads)
-    source = resolve(
-        wanted.model, cache_folder=wanted.cache_folder, revision=wanted.revision, tokenizer=wanted.tokenizer
-    )
     metadata: Mapping[str, Any]
+    checkpoint: Checkpoint
     if source.kind == "gguf":
         file = GGUFFile(source.path)
         metadata = file.metadata
@@ -177,7 +178,7 @@ def build(config: ServeConfig, model: Model) -> Server:
         metrics=metrics,
         model_names=tuple(names),
         root=config.model.model,
-        defaults=SamplingDefaults(**model.generation.sampling),
+        defaults=model.generation.sampling,
         max_queued_requests=config.scheduler.max_queued_requests,
     )
     return Server(engine=engine, cache=cache, runner=runner, text=text, context=context)

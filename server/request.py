@@ -93,6 +93,17 @@ class SamplingParams:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingDefaults:
+    """What a request that does not say gets: the model's generation_config.json, or the OpenAI defaults."""
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StopRules:
     """When a choice ends. `max_tokens` is already clamped to the context; `stop_token_ids` holds the end-of-sequence
     ids unless the request ignores them. Before `min_tokens` outputs, stop ids are not sampled and stop strings do not

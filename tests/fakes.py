@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from server.api.app import build_app
-from server.api.context import ApiContext, SamplingDefaults
+from server.api.context import ApiContext
 from server.api.serve import bind_socket, new_event_loop, serve
 from server.config import HttpConfig
 from server.errors import BadRequest, EngineFailed, Overloaded, TooLong, TwinpaneError, Unavailable
@@ -31,6 +31,7 @@ from server.request import (
     LogprobEntry,
     RequestId,
     SampledToken,
+    SamplingDefaults,
     StopRules,
     TextDelta,
 )

@@ -10,7 +10,7 @@ from typing import Protocol
 
 from server.config import HttpConfig
 from server.metrics import Metrics
-from server.request import MAX_SEED, Conversation, Engine, Event, OutputStream, StopRules
+from server.request import MAX_SEED, Conversation, Engine, Event, OutputStream, SamplingDefaults, StopRules
 
 
 class Tokenizer(Protocol):
@@ -44,17 +44,6 @@ class Text(Protocol):
         skip_special_tokens: bool = True,
         logprobs: bool = False,
     ) -> OutputStream: ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SamplingDefaults:
-    """What a request that does not say gets: the model's generation_config.json, or the OpenAI defaults."""
-
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
 
 
 def draw_seed() -> int:

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from server.api.context import SamplingDefaults
 from server.api.fields import (
     MAX_EXACT_INTEGER,
     Field,
@@ -32,7 +31,7 @@ from server.api.fields import (
     wrong_type,
 )
 from server.errors import BadRequest, TooLong
-from server.request import MAX_SEED, EngineLimits, SamplingParams, StopRules
+from server.request import MAX_SEED, EngineLimits, SamplingDefaults, SamplingParams, StopRules
 
 MAX_STOP_STRINGS = 128
 MAX_STOP_CHARACTERS = 4096

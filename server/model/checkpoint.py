@@ -32,7 +32,9 @@ class Checkpoint(Protocol):
     """Read-only and memory-mapped: nothing is read before `read` asks for it."""
 
     is_gguf: bool
-    tensors: Mapping[str, TensorInfo]
+
+    @property
+    def tensors(self) -> Mapping[str, TensorInfo]: ...
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
         """Rows [start, stop) of a tensor on the CPU, in the stored dtype (GGUF: float32)."""

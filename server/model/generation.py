@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from server.errors import StartupError
+from server.request import SamplingDefaults
 
 _RANGES = {
     "temperature": (0.0, 2.0),
@@ -21,9 +22,9 @@ _RANGES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationConfig:
-    """sampling: recommended values by request field, only those that were found. end_token_ids: what ends a text."""
+    """sampling: what a request that does not say gets. end_token_ids: what ends a text."""
 
-    sampling: Mapping[str, float]
+    sampling: SamplingDefaults
     end_token_ids: frozenset[int] = frozenset()
 
 
@@ -45,15 +46,15 @@ def read_generation_config(
             raise StartupError(f"--generation-config: {source!r} is neither auto, none, vllm nor a folder")
         chosen = _read(Path(source).expanduser())
     merged = {**chosen, **_parse_override(override)}
-    sampling: dict[str, float] = {}
+    values: dict[str, Any] = {}
     for name, (low, high) in _RANGES.items():
         value = merged.get(name)
         if value is None:
             continue
         if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
             raise StartupError(f"generation config: {name} is {value!r}, expected a number from {low:g} to {high:g}")
-        sampling[name] = value
-    return GenerationConfig(sampling=sampling, end_token_ids=_ids(own) | _ids(config))
+        values[name] = value
+    return GenerationConfig(sampling=SamplingDefaults(**values), end_token_ids=_ids(own) | _ids(config))
 
 
 def _parse_override(override: str | None) -> Mapping[str, Any]:

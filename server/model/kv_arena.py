@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -15,6 +16,16 @@ from server.step import PageId, PageKind
 def page_byte_sizes(spec: ModelSpec, page_tokens: int, dtype: torch.dtype) -> tuple[int, int]:
     """Bytes of a full and of a window page, see `kv_layout.page_byte_sizes`."""
     return _page_byte_sizes(spec, page_tokens, dtype.itemsize)
+
+
+def _zeros(size: int, device: torch.device) -> Tensor:
+    """Zeros and not empty: stray NaN bits would survive a multiplication by a masked weight of 0.
+
+    numpy asks the system for zeroed pages, which cost memory only once they are written to; torch writes them all.
+    """
+    if device.type == "cpu":
+        return torch.from_numpy(np.zeros(size, dtype=np.uint8))
+    return torch.zeros(size, dtype=torch.uint8, device=device)
 
 
 class KVArena:
@@ -33,8 +44,7 @@ class KVArena:
         assert layout.slab_bytes % dtype.itemsize == 0, layout.slab_bytes
         self.layout = layout
         self.dtype = dtype
-        # Zeros and not empty: stray NaN bits would survive a multiplication by a masked weight of 0.
-        self.memory = torch.zeros(layout.slab_count * layout.slab_bytes, dtype=torch.uint8, device=device)
+        self.memory = _zeros(layout.slab_count * layout.slab_bytes, torch.device(device))
         self._page_bytes = {PageKind.FULL: layout.full_page_bytes, PageKind.WINDOW: layout.window_page_bytes}
         self._pages_per_slab = {
             PageKind.FULL: layout.full_pages_per_slab,

@@ -84,11 +84,12 @@ class Sampler:
                 results.append(RowResult(failure="the model produced logits that are not finite"))
                 continue
             self._count(state, token, row.stop)
-            logprob, top = None, ()
             if index in reported:
-                row_logprobs, best = reported[index]
-                logprob, top = float(row_logprobs[token]), best
-            results.append(RowResult(token=SampledToken(token_id=token, logprob=logprob, top=top)))
+                logprobs, best = reported[index]
+                sampled = SampledToken(token_id=token, logprob=float(logprobs[token]), top=best)
+            else:
+                sampled = SampledToken(token_id=token)
+            results.append(RowResult(token=sampled))
         return results
 
     # --- inside ---------------------------------------------------------------------------------------------------
@@ -139,7 +140,8 @@ class Sampler:
     def _choose(self, logits: Tensor, openings: Sequence[SlotOpening], positions: Sequence[int]) -> Tensor:
         """Token ids [R] for adjusted logits [R, N]."""
         chosen = logits.argmax(dim=-1)
-        filtered, free = [], []
+        filtered: list[int] = []
+        free: list[int] = []
         for row, opening in enumerate(openings):
             params = opening.sampling
             if params.temperature > 0:

@@ -225,7 +225,7 @@ class Scheduler:
         assert waiting | self._running.keys() == self._sequences.keys()
         live = [s for accepted in self._requests.values() for s in accepted.live]
         assert sorted(live) == sorted(self._sequences)
-        slots = [s.slot for s in self._running.values()]
+        slots = [s.slot for s in self._running.values() if s.slot is not None]
         assert sorted([*self._free_slots, *slots]) == list(range(self._config.max_sequences))
         assert all(accepted.live for accepted in self._requests.values())
 

@@ -396,7 +396,7 @@ class TestSeeds:
             assert client.engine.accepted[-1].sampling.seed == seed
 
     async def test_defaults_of_the_model_apply_where_a_request_says_nothing(self, make_client: Make) -> None:
-        from server.api.context import SamplingDefaults
+        from server.request import SamplingDefaults
 
         client = make_client(defaults=SamplingDefaults(temperature=0.6, top_k=20, top_p=0.95, min_p=0.1))
         await client.chat(top_p=0.5)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import socket
 import subprocess
 import sys
 import time
@@ -24,7 +25,8 @@ ROOT = Path(__file__).parents[2]
 def fake_assemble(monkeypatch: pytest.MonkeyPatch, outcome: int | StartupError) -> list[ServeConfig]:
     served: list[ServeConfig] = []
 
-    def serve(config: ServeConfig) -> int:
+    def serve(config: ServeConfig, sock: socket.socket, source: str) -> int:
+        assert source == f"files of {config.model.model}"
         served.append(config)
         if isinstance(outcome, StartupError):
             raise outcome
@@ -33,6 +35,8 @@ def fake_assemble(monkeypatch: pytest.MonkeyPatch, outcome: int | StartupError) 
     module = ModuleType("server.assemble")
     module.serve = serve  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "server.assemble", module)
+    monkeypatch.setattr("server.api.serve.bind_socket", lambda host, port, uds: socket.socket())
+    monkeypatch.setattr("server.model.source.resolve", lambda model, **_: f"files of {model}")
     monkeypatch.setattr("signal.signal", lambda *_: None)
     return served
 
@@ -120,9 +124,9 @@ def test_sigterm_while_the_model_loads_ends_the_process_with_code_0(tmp_path: Pa
         "import sys, time, types\n"
         "from server.__main__ import main\n"
         "slow = types.ModuleType('server.assemble')\n"
-        "slow.serve = lambda config: (print('loading', flush=True), time.sleep(60))\n"
+        "slow.serve = lambda config, sock, source: (print('loading', flush=True), time.sleep(60))\n"
         "sys.modules['server.assemble'] = slow\n"
-        "sys.exit(main(['serve'], {}))\n"
+        "sys.exit(main(['serve', '--port', '0'], {}))\n"
     )
     with subprocess.Popen([sys.executable, "-c", loading], stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
         assert process.stdout is not None
