@@ -53,6 +53,8 @@ def read_generation_config(
             continue
         if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
             raise StartupError(f"generation config: {name} is {value!r}, expected a number from {low:g} to {high:g}")
+        if name == "top_k" and not isinstance(value, int):
+            raise StartupError(f"generation config: top_k is {value!r}, expected a whole number")
         values[name] = value
     return GenerationConfig(sampling=SamplingDefaults(**values), end_token_ids=_ids(own) | _ids(config))
 
