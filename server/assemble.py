@@ -6,8 +6,9 @@ import asyncio
 import json
 import logging
 import socket
+import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ from server.model.runner import ModelRunner
 from server.model.source import ModelSource
 from server.model.spec import ModelSpec
 from server.model.weights import checkpoint_bytes, load_weights
-from server.request import EngineState
+from server.request import EngineState, SamplingDefaults
 from server.scheduler.scheduler import Scheduler
 from server.text.chat_template import ChatTemplate
 from server.text.family_templates import family_template
@@ -161,6 +162,7 @@ def build(config: ServeConfig, model: Model) -> Server:
     """Load the weights and put the parts together. The engine is not started."""
     names = config.model.served_model_names or (model.source.name,)
     print(f"{names[0]}:\n{model.memory.table(str(model.source.path))}", flush=True)
+    print(f"  {'sampling defaults':<17} {_defaults(model.generation)}", flush=True)
     runner = _load(config, model)
     cache = KVCache(model.memory.layout)
     metrics = Metrics(names[0])
@@ -186,7 +188,11 @@ def build(config: ServeConfig, model: Model) -> Server:
 
 def _load(config: ServeConfig, model: Model) -> ModelRunner:
     with tqdm(
-        total=checkpoint_bytes(model.spec, model.checkpoint), desc="Loading weights", unit="B", unit_scale=True
+        total=checkpoint_bytes(model.spec, model.checkpoint),
+        desc="Loading weights",
+        unit="B",
+        unit_scale=True,
+        mininterval=0.1 if sys.stderr.isatty() else 5.0,  # a log file gets few lines
     ) as bar:
         weights = load_weights(model.spec, model.checkpoint, model.dtype, model.device, bar.update)
     arena = KVArena(model.spec, model.memory.layout, model.dtype, model.device)
@@ -196,6 +202,11 @@ def _load(config: ServeConfig, model: Model) -> ModelRunner:
         slots=config.scheduler.max_sequences,
         context_tokens=model.memory.context_tokens,
     )
+
+
+def _defaults(generation: GenerationConfig) -> str:
+    """What a request that does not say gets, as the operator reads it."""
+    return ", ".join(f"{field.name} {getattr(generation.sampling, field.name):g}" for field in fields(SamplingDefaults))
 
 
 def _read_config(folder: Path) -> Mapping[str, Any]:
