@@ -18,7 +18,7 @@ from tqdm import tqdm
 from kernels.reference import ReferenceKernels
 from server.api.app import build_app
 from server.api.context import ApiContext
-from server.api.serve import new_event_loop
+from server.api.serve import address_of, new_event_loop
 from server.api.serve import serve as serve_http
 from server.cache.kv_cache import KVCache
 from server.config import ModelConfig, ServeConfig
@@ -89,7 +89,14 @@ def serve(config: ServeConfig, sock: socket.socket, source: ModelSource) -> int:
         stopping = asyncio.Event()
         watch = asyncio.create_task(_set_when_failed(server.engine, stopping))
         try:
-            await serve_http(build_app(server.context), sock, config.http, server.engine, stop=stopping)
+            await serve_http(
+                build_app(server.context),
+                sock,
+                config.http,
+                server.engine,
+                started=lambda: print(_ready_line(server, address_of(sock)), flush=True),
+                stop=stopping,
+            )
         finally:
             watch.cancel()
             await server.engine.stop()
@@ -194,14 +201,29 @@ def _load(config: ServeConfig, model: Model) -> ModelRunner:
         unit_scale=True,
         mininterval=0.1 if sys.stderr.isatty() else 5.0,  # a log file gets few lines
     ) as bar:
-        weights = load_weights(model.spec, model.checkpoint, model.dtype, model.device, bar.update)
-    arena = KVArena(model.spec, model.memory.layout, model.dtype, model.device)
+        try:
+            weights = load_weights(model.spec, model.checkpoint, model.dtype, model.device, bar.update)
+            arena = KVArena(model.spec, model.memory.layout, model.dtype, model.device)
+        except (MemoryError, torch.OutOfMemoryError, RuntimeError) as error:
+            if isinstance(error, RuntimeError) and "memory" not in str(error).lower():
+                raise
+            raise StartupError(
+                f"the system gave less memory than it said was there ({str(error).splitlines()[0]}); lower "
+                f"--kv-cache-memory-bytes or --gpu-memory-utilization"
+            ) from error
     return ModelRunner(
         Decoder(model.spec, weights, ReferenceKernels()),
         arena,
         slots=config.scheduler.max_sequences,
         context_tokens=model.memory.context_tokens,
     )
+
+
+def _ready_line(server: Server, address: str) -> str:
+    """What scripts look for and people try next."""
+    name, limits = server.context.model_names[0], server.engine.limits
+    where = f"--unix-socket {address[5:]} http://localhost" if address.startswith("unix:") else address
+    return f"Ready: {name}, {limits.context_tokens:,} tokens of context. Try: curl {where}/v1/models"
 
 
 def _defaults(generation: GenerationConfig) -> str:

@@ -491,7 +491,7 @@ def read_command_line(argv: Sequence[str]) -> list[tuple[Flag, str, str]]:
         name = "--" + spelling[2:].replace("_", "-") if spelling.startswith("--") else spelling
         each = BY_NAME.get(name)
         if each is None:
-            close = difflib.get_close_matches(name, BY_NAME, n=1)
+            close = difflib.get_close_matches(name, BY_NAME, n=1, cutoff=0.75)
             raise StartupError(
                 f"unknown flag {spelling}{f'; did you mean {close[0]}?' if close else ''} (see twinpane serve --help)"
             )

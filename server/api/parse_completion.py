@@ -33,6 +33,8 @@ from server.api.parse_sampling import (
     shared_fields,
     unknown_names,
 )
+from server.errors import TooLong
+from server.request import EngineLimits
 
 MAX_PROMPTS = 1024
 MAX_TOTAL_CHOICES = 4096
@@ -75,7 +77,7 @@ def parse_completion(body: Mapping[str, Json], *, border: Border) -> CompletionR
 @lru_cache(maxsize=8)
 def _completion(border: Border) -> Table:
     return {
-        "prompt": Field(_prompts(border.limits.vocab_size), required=True),
+        "prompt": Field(_prompts(border.limits), required=True),
         "logprobs": Field(integer(minimum=0, maximum=border.max_logprobs)),
         "echo": Field(boolean, False),
         "suffix": Field(_no_suffix),
@@ -85,9 +87,15 @@ def _completion(border: Border) -> Table:
     }
 
 
-def _prompts(vocab_size: int) -> Parser[tuple[Prompt, ...]]:
-    token_id = integer(minimum=0, maximum=vocab_size - 1)
-    tokens = array(token_id, of="token ids", minimum=1)
+def _prompts(limits: EngineLimits) -> Parser[tuple[Prompt, ...]]:
+    token_id = integer(minimum=0, maximum=limits.vocab_size - 1)
+    checked = array(token_id, of="token ids", minimum=1)
+
+    def tokens(value: list[Json], path: str) -> tuple[int, ...]:
+        """Length first: looking at millions of ids that can never fit would hold up everybody."""
+        if len(value) >= limits.context_tokens:
+            raise TooLong(prompt_tokens=len(value), context_tokens=limits.context_tokens, param=path)
+        return checked(value, path)
 
     def entry(value: Json, path: str) -> Prompt:
         if isinstance(value, str):

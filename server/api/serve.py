@@ -139,7 +139,9 @@ def _bind_unix(path: str) -> socket.socket:
         sock.bind(path)
     except OSError as error:
         sock.close()
-        raise StartupError(f"cannot bind to unix socket {path}: {error.strerror or error}") from error
+        missing = error.errno == errno.ENOENT
+        reason = f"folder {Path(path).parent} does not exist" if missing else error.strerror or error
+        raise StartupError(f"cannot bind to unix socket {path}: {reason}") from error
     except BaseException:
         sock.close()
         raise
@@ -294,7 +296,13 @@ async def _drain_when(stopping: asyncio.Event, server: uvicorn.Server, http: Htt
     await stopping.wait()
     engine.begin_drain()
     health = engine.health()
-    logger.info("event=drain running=%d waiting=%d", health.running, health.waiting)
+    if health.running or health.waiting:
+        logger.info(
+            "event=drain running=%d waiting=%d limit_s=%g hint=a_second_signal_ends_at_once",
+            health.running,
+            health.waiting,
+            http.shutdown_timeout_s,
+        )
     try:
         async with asyncio.timeout(http.shutdown_timeout_s):
             await engine.drained()

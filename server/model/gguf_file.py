@@ -128,7 +128,7 @@ class GGUFFile:
         row_bytes = shape[-1] // block * block_bytes
         rows = math.prod(shape[:-1])
         if start + rows * row_bytes > len(self._map):
-            raise StartupError(f"{self.path}: tensor {name!r} lies outside the file, which may be truncated")
+            raise StartupError(f"{self.path}: tensor {name!r} lies outside the file: it is cut short, fetch it again")
         raw = np.frombuffer(self._map, np.uint8, rows * row_bytes, start).reshape(rows, row_bytes)
         return GGUFTensor(name=name, shape=shape, kind=kind, raw=raw)
 
@@ -149,7 +149,9 @@ class GGUFFile:
     def _take(self, count: int) -> bytes:
         start = self._offset
         if count > len(self._map) - start:
-            raise StartupError(f"{self.path}: damaged or truncated GGUF header at byte {start}")
+            raise StartupError(
+                f"{self.path}: damaged GGUF header at byte {start}, or the file is cut short: fetch it again"
+            )
         self._offset = start + count
         return self._map[start : start + count]
 
@@ -162,7 +164,9 @@ class GGUFFile:
     def _expect(self, count: int, *, minimum_bytes: int, what: str) -> None:
         """Refuse a count that the rest of the file cannot hold before anything is allocated for it."""
         if count * minimum_bytes > len(self._map) - self._offset:
-            raise StartupError(f"{self.path}: {count} {what} do not fit in the file")
+            raise StartupError(
+                f"{self.path}: {count} {what} do not fit in the file: it is cut short or damaged, fetch it again"
+            )
 
     def _string(self) -> str:
         return self._take(self._u64()).decode("utf-8", "replace")

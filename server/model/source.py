@@ -282,7 +282,7 @@ def hub_failure(hub_id: str, revision: str | None, error: Exception) -> str:
     if isinstance(error, errors.OfflineModeIsEnabled) or isinstance(error.__cause__, errors.OfflineModeIsEnabled):
         return f"{not_here}, and HF_HUB_OFFLINE forbids to fetch it"
     if isinstance(error, errors.LocalEntryNotFoundError):
-        return f"{not_here}, and the hub cannot be reached ({first_line(error)})"
+        return f"{not_here}, and the hub cannot be reached ({first_line(error)}); check the network or give a folder"
     return f"{at} could not be fetched: {type(error).__name__}: {first_line(error)}"
 
 
