@@ -23,6 +23,9 @@ from server.step import RowPlan, RowResult, SlotId, SlotOpening
 FIRST_CANDIDATES = 1024
 """How many of the most probable tokens are sorted at first for top-p; almost always they hold the wanted mass."""
 
+GREEDY_TEMPERATURE = 1e-5
+"""Up to here the best token is taken: noise could only decide exact ties, and dividing by less overflows fp32."""
+
 _NO_TOP_K = 1 << 40
 _MASK64 = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -144,7 +147,7 @@ class Sampler:
         free: list[int] = []
         for row, opening in enumerate(openings):
             params = opening.sampling
-            if params.temperature > 0:
+            if params.temperature > GREEDY_TEMPERATURE:
                 (filtered if params.top_k > 0 or params.top_p < 1 else free).append(row)
         for rows in (filtered, free):
             if not rows:

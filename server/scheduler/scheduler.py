@@ -11,7 +11,7 @@ from functools import partial
 
 from server.cache.kv_cache import NO_PAGES, KVCache, PageDemand
 from server.config import SchedulerConfig
-from server.errors import EngineFailed, Overloaded, TooLong, TwinpaneError
+from server.errors import BadRequest, EngineFailed, Overloaded, TooLong, TwinpaneError
 from server.metrics import RequestFacts, StepFacts
 from server.request import GenerationRequest, RequestId, SampledToken
 from server.scheduler.priority import standing_key
@@ -104,13 +104,21 @@ class Scheduler:
     # --- in and out -----------------------------------------------------------------------------------------------
 
     def submit(self, request: GenerationRequest) -> None:
-        """Accept a request, or raise TooLong or Overloaded and keep no trace of it."""
+        """Accept a request, or raise TooLong, BadRequest or Overloaded and keep no trace of it."""
         prompt_tokens = len(request.prompt_tokens)
         if prompt_tokens >= self.context_tokens:
             raise TooLong(prompt_tokens=prompt_tokens, context_tokens=self.context_tokens)
         assert request.request_id not in self._requests, f"request {request.request_id} is already here"
         assert prompt_tokens + request.stop.max_tokens <= self.context_tokens, "max_tokens was not clamped"
-        if self._waiting_count + len(request.outputs) > self._config.max_queued_requests:
+        choices = len(request.outputs)
+        if choices > self._config.max_queued_requests + self._config.max_sequences:
+            raise BadRequest(
+                f"Invalid 'n': {choices} choices are more than this server can run and queue "
+                f"({self._config.max_sequences} + {self._config.max_queued_requests}).",
+                param="n",
+            )
+        # What finds a free slot does not wait.
+        if self._waiting_count + choices - len(self._free_slots) > self._config.max_queued_requests:
             raise Overloaded(
                 f"The server already has {self._waiting_count} requests waiting. Please retry later.",
                 retry_after_s=RETRY_AFTER_S,

@@ -123,6 +123,15 @@ def test_mass_beyond_the_first_candidates_is_found(top_p: float) -> None:
     assert (counts > 0).sum() > 1000
 
 
+@pytest.mark.parametrize("temperature", [1e-300, 1e-39, 1e-6, 1e-5, 2e-5])
+@pytest.mark.parametrize("top_p", [1.0, 0.9])
+def test_the_smallest_temperatures_are_greedy_and_finite(temperature: float, top_p: float) -> None:
+    torch.manual_seed(6)
+    logits = torch.randn(VOCAB) * 10
+    params = SamplingParams(temperature=temperature, top_p=top_p)
+    assert all(sample_one(logits, opening(params), position=p).token_id == int(logits.argmax()) for p in range(1, 30))
+
+
 def test_ties_at_the_border_of_top_k_all_survive() -> None:
     logits = torch.zeros(VOCAB)
     counts = draws(logits, SamplingParams(top_k=3), 5000)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import pytest
 
 from server.config import KVLayout
-from server.errors import EngineFailed, Overloaded, TooLong
+from server.errors import BadRequest, EngineFailed, Overloaded, TooLong
 from server.request import FinishReason, GenerationRequest, RequestId, SamplingParams, StopRules
 from server.scheduler.priority import priority_tokens, standing_key
 from server.step import PageKind, RowPlan
@@ -187,13 +187,29 @@ def test_a_prompt_that_can_never_fit_is_refused_with_the_numbers() -> None:
 
 
 def test_a_full_queue_refuses_and_counts_every_choice() -> None:
-    house = FakeHouse(layout(), max_queued_requests=4)
-    house.submit("a", (1, 2), outputs=2, choices=3)
+    house = FakeHouse(layout(), max_queued_requests=2, max_sequences=2)
+    house.submit("a", (1, 2), outputs=2, choices=3)  # two find a slot, one waits
     with pytest.raises(Overloaded):
         house.submit("b", (1, 2), outputs=2, choices=2)
     house.submit("c", (1, 2), outputs=2)
+    with pytest.raises(BadRequest, match="5 choices are more than this server can run and queue"):
+        house.submit("d", (1, 2), outputs=2, choices=5)
     house.run()
     assert set(house.ended) == {"a", "c"}
+    house.submit("e", (1, 2), outputs=2, choices=4)
+    house.run()
+    assert "e" in house.ended
+
+
+def test_a_queue_of_nothing_still_runs_what_finds_a_slot() -> None:
+    house = FakeHouse(layout(), max_queued_requests=0, max_sequences=2)
+    house.submit("a", (1, 2), outputs=5)
+    house.submit("b", (1, 2), outputs=5)
+    house.step()
+    with pytest.raises(Overloaded):
+        house.submit("c", (1, 2), outputs=5)
+    house.run()
+    assert set(house.ended) == {"a", "b"}
 
 
 def test_a_failing_row_ends_its_request_only() -> None:
