@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import random
+import sys
+from collections.abc import Callable
 from itertools import pairwise
+from types import FrameType
+from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from server.text import stop_strings
 from server.text.stop_strings import StopStrings, Visible
 
 TEXT = st.text(alphabet="abé", max_size=14)
@@ -59,6 +66,69 @@ def test_only_the_longest_real_beginning_of_a_stop_string_is_held_back(text: str
     beginnings = {stop[:length] for stop in stops for length in range(1, len(stop))}
     longest = max((n for n in range(len(text) + 1) if text[len(text) - n :] in beginnings), default=0)
     assert len(text) - len(shown) == longest
+
+
+def lines_run(work: Callable[[], None]) -> int:
+    """How many lines of the matcher's code `work` runs: a measure of its cost that no other process disturbs."""
+    count = 0
+
+    def inside(_: FrameType, event: str, __: Any) -> Any:
+        nonlocal count
+        count += event == "line"
+        return inside
+
+    def enter(frame: FrameType, _: str, __: Any) -> Any:
+        return inside if frame.f_code.co_filename == stop_strings.__file__ else None
+
+    before = sys.gettrace()
+    sys.settrace(enter)
+    try:
+        work()
+    finally:
+        sys.settrace(before)
+    return count
+
+
+HARD_STOPS = {
+    "one long run": ["-" * 4_095 + "X"],
+    "long common beginnings": ["-" * 4_095 + "X", *("--" + "x" * 4_000 + chr(0x100 + n) for n in range(127))],
+    "every length of a run": ["-" * (32 * n) + "X" for n in range(1, 129)],
+    "every end of a run": [("-" * n + "X").rjust(2_000, "x") for n in range(1, 129)],
+    "runs of runs": [("-" * n + "x") * (4_000 // (n + 1)) for n in range(1, 129)],
+    "a period": ["-x" * 2_000 + "--"],
+}
+
+
+@pytest.mark.parametrize("stops", HARD_STOPS.values(), ids=HARD_STOPS)
+def test_the_cost_of_a_text_does_not_grow_with_the_stop_strings(stops: list[str]) -> None:
+    random_ = random.Random(4)
+    texts = ["-" * 20_000, "-x" * 10_000, ("-" * 63 + "x") * 300, "".join(random_.choices("-x", k=20_000))]
+    for text in texts:
+        if any(stop in text for stop in stops):
+            continue
+        matcher = StopStrings(stops)
+        shown: list[str] = []
+
+        def push(text: str = text, matcher: StopStrings = matcher, shown: list[str] = shown) -> None:
+            shown.extend(matcher.push(text[start : start + 64]).text for start in range(0, len(text), 64))
+
+        assert lines_run(push) < 60 * len(text)
+        assert "".join(shown) + matcher.flush() == text
+
+
+@given(
+    text=st.text(alphabet="ab", max_size=60),
+    stops=st.lists(st.text(alphabet="ab", min_size=3, max_size=12), max_size=8),
+    include_stop=st.booleans(),
+)
+def test_choices_that_share_their_stop_strings_do_not_disturb_each_other(
+    text: str, stops: list[str], include_stop: bool
+) -> None:
+    ahead = StopStrings(stops, include_stop=include_stop)  # keeps what the others have built
+    for start in range(len(text)):
+        found, _ = run(list(text[start:]), stops, include_stop=include_stop)
+        assert found == plain_definition(text[start:], stops, include_stop=include_stop)
+    assert ahead.push("") == Visible(text="")
 
 
 def test_the_first_stop_string_to_be_complete_wins_and_then_the_longest() -> None:
