@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Protocol
 
-from server.errors import EngineFailed, TwinpaneError, Unavailable
+from server.errors import BadRequest, EngineFailed, TwinpaneError, Unavailable
 from server.metrics import RequestFacts, StepFacts
 from server.request import EngineHealth, EngineLimits, EngineState, GenerationRequest, RequestId
 from server.scheduler.scheduler import Scheduler
@@ -18,14 +18,17 @@ from server.step import RowPlan, RowResult, StepPlan, StepResult
 
 log = logging.getLogger("twinpane.engine")
 
-MAX_FAILED_STEPS = 8
-"""So many steps in a row in which every row failed mean that the device, not a request, is at fault."""
-
 
 class Runner(Protocol):
-    """The device. run() blocks, is called on one thread only, and may be called again for a part of the same plan."""
+    """The device. Both methods block and are called on one thread only."""
 
-    def run(self, plan: StepPlan) -> StepResult: ...
+    def run(self, plan: StepPlan) -> StepResult:
+        """Do a step. May be called again for a part of the same plan after it raised."""
+        ...
+
+    def check(self) -> None:
+        """Compute something that always works; raises if the device no longer does."""
+        ...
 
 
 class MetricsSink(Protocol):
@@ -60,7 +63,6 @@ class InferenceEngine:
         self._empty = asyncio.Event()
         self._empty.set()
         self._last_progress_s = clock()
-        self._failed_steps = 0
         self._over = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
@@ -80,6 +82,12 @@ class InferenceEngine:
             raise Unavailable("The server is shutting down.", code="server_draining", retry_after_s=1.0)
         if self._state is not EngineState.READY:
             raise Unavailable("The engine has stopped; the server must be restarted.", code="engine_unavailable")
+        if max(request.prompt_tokens) >= self._limits.vocab_size:
+            raise BadRequest(
+                f"Invalid prompt: token id {max(request.prompt_tokens)} is outside the model's vocabulary of "
+                f"{self._limits.vocab_size}.",
+                param="prompt",
+            )
         if self._scheduler.idle:
             self._last_progress_s = self._clock()
         self._scheduler.submit(request)
@@ -114,15 +122,22 @@ class InferenceEngine:
         self._state = EngineState.READY
         self._task = asyncio.create_task(self._run(), name="engine")
 
-    async def stop(self) -> None:
-        """End the loop after the step that is on the device; what is still accepted fails."""
+    async def stop(self, limit_s: float = 10.0) -> bool:
+        """End the loop after the step that is on the device; what is still accepted fails.
+
+        False if that step does not end within limit_s: its thread hangs, and only ending the process can stop it.
+        """
         if self._state is not EngineState.FAILED:
             self._state = EngineState.STOPPED
         self._work.set()
-        if self._task is not None:
-            await self._task
-        self.fail_all(Unavailable("The server is shutting down.", code="server_draining"))
+        gone = Unavailable("The server is shutting down.", code="server_draining")
+        if self._task is not None and not (await asyncio.wait({self._task}, timeout=limit_s))[0]:
+            log.error("event=step_hangs limit_s=%g", limit_s)
+            self._scheduler.abandon(gone, self._clock())
+            return False
+        self.fail_all(gone)
         self._device.shutdown()
+        return True
 
     async def failed(self) -> None:
         """Return when the engine has failed for good: the server should end, so that it can be started anew."""
@@ -137,7 +152,8 @@ class InferenceEngine:
         except BaseException as error:
             log.exception("event=engine_failed")
             self._state = EngineState.FAILED
-            self.fail_all(EngineFailed("the engine has stopped"))
+            self._scheduler.abandon(EngineFailed("the engine has stopped"), self._clock())
+            self._empty.set()
             self._over.set()
             if not isinstance(error, Exception):
                 raise
@@ -150,45 +166,42 @@ class InferenceEngine:
                 log.error("event=stuck scheduler=%r", self._scheduler)
                 self.fail_all(EngineFailed("nothing that was accepted can run"))
             return False
-        result = await asyncio.get_running_loop().run_in_executor(self._device, self._run_on_device, plan)
+        loop = asyncio.get_running_loop()
+        result, broken = await loop.run_in_executor(self._device, self._run_on_device, plan)
         facts = self._scheduler.commit(plan, result, self._clock())
         self._last_progress_s = self._clock()
         self._metrics.step(facts)
         self._note_if_empty()
-        self._count_failures(result)
+        if broken:  # the requests or the device? one client's requests must not end the server
+            await loop.run_in_executor(self._device, self._runner.check)
         return True
 
-    def _run_on_device(self, plan: StepPlan) -> StepResult:
-        """Run a plan; if it raises, run its rows one by one, so that only the row at fault fails.
+    def _run_on_device(self, plan: StepPlan) -> tuple[StepResult, bool]:
+        """Run a plan; if it raises, run its rows one by one, so that only the row at fault fails. Also says whether
+        nothing in it could be run.
 
         Rows write their own pages only and the same values each time, so running a row again is harmless. The moves
         were made by the first try.
         """
         started = time.perf_counter()
         try:
-            return self._runner.run(plan)
+            return self._runner.run(plan), False
         except Exception as error:
             log.exception("event=step_failed step=%d rows=%d", plan.step_id, len(plan.rows))
             if len(plan.rows) == 1:
-                rows: list[RowResult] = [RowResult(failure=_cause(error))]
+                tried = [(RowResult(failure=_cause(error)), True)]
             else:
-                rows = [self._run_row(_alone(plan, row)) for row in plan.rows]
-            return StepResult(step_id=plan.step_id, rows=tuple(rows), device_s=time.perf_counter() - started)
+                tried = [self._run_row(_alone(plan, row)) for row in plan.rows]
+            rows = tuple(result for result, _ in tried)
+            result = StepResult(step_id=plan.step_id, rows=rows, device_s=time.perf_counter() - started)
+            return result, all(raised for _, raised in tried)
 
-    def _run_row(self, plan: StepPlan) -> RowResult:
+    def _run_row(self, plan: StepPlan) -> tuple[RowResult, bool]:
         try:
-            return self._runner.run(plan).rows[0]
+            return self._runner.run(plan).rows[0], False
         except Exception as error:
             log.exception("event=row_failed step=%d", plan.step_id)
-            return RowResult(failure=_cause(error))
-
-    def _count_failures(self, result: StepResult) -> None:
-        if result.rows and all(row.failure is not None for row in result.rows):
-            self._failed_steps += 1
-            if self._failed_steps >= MAX_FAILED_STEPS:
-                raise RuntimeError(f"{self._failed_steps} steps in a row failed: {result.rows[0].failure}")
-        else:
-            self._failed_steps = 0
+            return RowResult(failure=_cause(error)), True
 
     def _on_end(self, request_id: RequestId, facts: RequestFacts) -> None:
         log.info(

@@ -16,13 +16,15 @@ logger = logging.getLogger("twinpane.metrics")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepFacts:
-    """One committed step, and the state after it. *_usage are shares of the arena's bytes held by pages of each kind;
+    """One committed step, and the state after it. *_usage are shares of the arena's bytes held by pages of each kind,
+    stranded_bytes what partly filled slabs lose; prompt_tokens were computed for the first time;
     token_gaps_s are the times since the same choice's previous token, one for each token of this step that had one."""
 
     running: int
     waiting: int
     full_usage: float
     window_usage: float
+    stranded_bytes: int
     step_tokens: int
     generated_tokens: int
     prompt_tokens: int
@@ -122,6 +124,7 @@ class Metrics:
         self._kv_usage = self._gauge("kv_cache_usage_perc", "Share of KV memory held by pages, 0 to 1.")
         self._full_usage = self._gauge("full_token_usage", "Share of KV memory held by full pages, 0 to 1.")
         self._window_usage = self._gauge("swa_token_usage", "Share of KV memory held by window pages, 0 to 1.")
+        self._stranded = self._gauge("kv_stranded_bytes", "Bytes of KV slabs in use that hold no page.")
 
         self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens processed.")
         self._generated = self._counter("generation_tokens", "Tokens generated.")
@@ -181,6 +184,7 @@ class Metrics:
             full, window = self._share(facts.full_usage), self._share(facts.window_usage)
             self._full_usage.set(full)
             self._window_usage.set(window)
+            self._stranded.set(max(0, facts.stranded_bytes))
             self._kv_usage.set(min(full + window, 1.0))
             self._prompt_tokens.inc(self._sane(facts.prompt_tokens))
             self._generated.inc(self._sane(facts.generated_tokens))

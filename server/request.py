@@ -69,10 +69,10 @@ class Conversation:
 class SamplingParams:
     """How the next token is chosen from logits; a pure function of (logits, seed, choice, position).
 
-    temperature 0 is greedy (so is anything up to 1e-5). top_k 0 keeps every token. logprobs is the number of alternatives to report with each
-    sampled token, None for none at all. seed is always set here: a request without one got a random one at the border.
-    Penalties follow OpenAI (presence, frequency: over the output) and Keskar et al., arXiv 1909.05858 (repetition:
-    over prompt and output).
+    temperature 0 is greedy, and so is anything up to 1e-5. top_k 0 keeps every token. logprobs is the number of
+    alternatives to report with each sampled token, None for none at all. seed is always set here: a request without
+    one got a random one at the border. Penalties follow OpenAI (presence, frequency: over the output) and Keskar et
+    al., arXiv 1909.05858 (repetition: over prompt and output).
     """
 
     temperature: float = 1.0
@@ -248,8 +248,8 @@ class Engine(Protocol):
         ...
 
     def submit(self, request: GenerationRequest) -> None:
-        """Accept a request, or raise BadRequest (TooLong, or more choices than fit), Overloaded or Unavailable, and keep
-        no trace of it."""
+        """Accept a request, or raise BadRequest (TooLong, too many choices, an id outside the vocabulary), Overloaded
+        or Unavailable, and keep no trace of it."""
         ...
 
     def cancel(self, request_id: RequestId) -> None:

@@ -47,6 +47,8 @@ class FakeDevice:
     openings: dict[SlotId, SlotOpening] = field(default_factory=dict)
     memory: dict[tuple[PageKind, PageId], list[Cell | None]] = field(default_factory=dict)
     steps: int = 0
+    checks: int = 0
+    dead: bool = False
     moves: int = 0
 
     def run(self, plan: StepPlan) -> StepResult:
@@ -63,6 +65,11 @@ class FakeDevice:
         for row in plan.rows:
             self.fails(row)
         return StepResult(step_id=plan.step_id, rows=tuple(self._row(row) for row in plan.rows), device_s=0.001)
+
+    def check(self) -> None:
+        self.checks += 1
+        if self.dead:
+            raise RuntimeError("no device")
 
     def _row(self, row: RowPlan) -> RowResult:
         assert self.openings[row.slot].sequence == row.sequence, "the slot was not opened for this sequence"

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from server.cache.kv_cache import KVCache
 from server.config import KVLayout, SchedulerConfig
 from server.engine import Runner
-from server.metrics import RequestFacts
+from server.metrics import RequestFacts, StepFacts
 from server.request import GenerationRequest, RequestId, SamplingParams, StopRules
 from server.scheduler.scheduler import Scheduler
 from server.step import PageKind, StepPlan
@@ -39,6 +39,7 @@ class House:
         choices: int = 1,
         sampling: SamplingParams | None = None,
         stop_token_ids: frozenset[int] = frozenset(),
+        priority: int = 0,
     ) -> RequestId:
         request_id = RequestId(name)
         stop = StopRules(max_tokens=outputs, stop_token_ids=stop_token_ids)
@@ -51,6 +52,7 @@ class House:
                 stop=stop,
                 outputs=tuple(collected),
                 arrival_s=self.now,
+                priority=priority,
             )
         )
         self.prompts[request_id] = tuple(prompt)
@@ -61,16 +63,22 @@ class House:
         self, between: Callable[[], None] = lambda: None, before: Callable[[StepPlan], None] = lambda _plan: None
     ) -> bool:
         """One step; `before` sees the plan, `between` runs while the step is on the device."""
+        return self.step_facts(between, before) is not None
+
+    def step_facts(
+        self, between: Callable[[], None] = lambda: None, before: Callable[[StepPlan], None] = lambda _plan: None
+    ) -> StepFacts | None:
         plan = self.scheduler.plan(self.now)
         if plan is None:
-            return False
+            return None
         before(plan)
         result = self.device.run(plan)
         between()
         self.now += 0.01
-        self.preemptions += self.scheduler.commit(plan, result, self.now).preemptions
+        facts = self.scheduler.commit(plan, result, self.now)
+        self.preemptions += facts.preemptions
         self.scheduler.check()
-        return True
+        return facts
 
     def run(self, limit: int = 20_000, before: Callable[[StepPlan], None] = lambda _plan: None) -> None:
         for _ in range(limit):

@@ -90,10 +90,10 @@ class KVCache:
         span = self.layout.window_tokens + min(chunk_tokens, tokens)
         return PageDemand(full=full, window=min(full, self.pages_for(span - 1) + 1))
 
-    def missing_demand(self, sequence: SequenceId, tokens: int, chunk_tokens: int) -> PageDemand:
+    def missing_demand(self, sequence: SequenceId, computed_tokens: int, tokens: int, chunk_tokens: int) -> PageDemand:
         """What a running sequence will still ask for until `tokens` positions are computed."""
         row = self._rows[sequence]
-        peak = self.peak_demand(tokens, chunk_tokens)
+        peak = self.peak_demand(tokens, min(chunk_tokens, tokens - computed_tokens))
         return PageDemand(full=max(0, peak.full - len(row.full)), window=max(0, peak.window - len(row.window)))
 
     def fits(self, demand: PageDemand) -> bool:
@@ -230,18 +230,16 @@ class KVCache:
         """Move the pages of one slab into others of its kind, so that it can change kind. False if none can be."""
         for kind in PageKind:
             pinned = [page for waiting in self._quarantine.values() for k, page in waiting if k is kind]
-            pages = self._slabs.emptiest_slab(kind, pinned)
-            if pages is None:
+            # The old pages need no quarantine: the copies run before the forward pass of the step that may write there.
+            moved = self._slabs.evacuate(kind, pinned)
+            if moved is None:
                 continue
             owners = self._owners(kind)
-            for source in pages:
+            for source, target in moved:
                 row, index = owners[source]
-                target = self._slabs.allocate_outside(kind, source)
                 moves.append(PageMove(kind=kind, source=source, target=target))
                 row.pages(kind)[index - row.first(kind)] = target
                 writes.append(TableWrite(slot=row.slot, kind=kind, first_page=index, pages=(target,)))
-                # No quarantine: the copy runs before the forward pass of the step that may write the old page again.
-                self._slabs.release(kind, source)
             return True
         return False
 

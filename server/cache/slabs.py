@@ -122,10 +122,11 @@ class SlabAllocator:
             self._slabs_of[kind] -= 1
             heapq.heappush(self._empty, index)
 
-    def emptiest_slab(self, kind: PageKind, pinned: Collection[PageId]) -> list[PageId] | None:
-        """Used pages of the slab that is cheapest to empty into the others of its kind; None if none can be emptied.
+    def evacuate(self, kind: PageKind, pinned: Collection[PageId]) -> list[tuple[PageId, PageId]] | None:
+        """Empty the slab of a kind that is cheapest to empty into the others: (page, its new page) for each of its
+        pages, all of them moved in the books. None if no slab can be emptied; one that holds a pinned page cannot.
 
-        A slab that holds a pinned page cannot be emptied.
+        Looks at every slab, O(slabs): only for when memory is short.
         """
         per_slab = self._pages_per_slab[kind]
         if not per_slab:
@@ -139,18 +140,20 @@ class SlabAllocator:
         ]
         if not movable:
             return None
-        _, index = min(movable)
-        taken = self._slabs[index].taken
-        return [PageId(index * per_slab + offset) for offset in range(per_slab) if taken[offset]]
-
-    def allocate_outside(self, kind: PageKind, slab_of: PageId) -> PageId:
-        """A free page of a slab of this kind other than the one that `slab_of` lies in; there must be one."""
-        avoided = slab_of // self._pages_per_slab[kind]
-        for index, slab in enumerate(self._slabs):
-            if index != avoided and slab.kind is kind and slab.free:
-                self._used[kind] += 1
-                return PageId(index * self._pages_per_slab[kind] + slab.take())
-        raise AssertionError(f"no {kind.name} page outside slab {avoided}")
+        _, leaving = min(movable)
+        slab = self._slabs[leaving]
+        sources = [PageId(leaving * per_slab + offset) for offset in range(per_slab) if slab.taken[offset]]
+        slab.free.clear()  # full in the eyes of allocate, so that no page moves to where it comes from
+        moves = []
+        for source in sources:
+            target = self.allocate(kind)
+            assert target is not None, "the other slabs have room"
+            moves.append((source, target))
+        self._used[kind] -= len(sources)
+        self._slabs_of[kind] -= 1
+        slab.become(None, 0)
+        heapq.heappush(self._empty, leaving)
+        return moves
 
     def check(self) -> None:
         """Assert that every count equals what the slabs say."""

@@ -35,6 +35,12 @@ class ModelRunner:
         rows = self._compute(plan) if plan.rows else ()
         return StepResult(step_id=plan.step_id, rows=rows, device_s=time.perf_counter() - started)
 
+    @torch.inference_mode()
+    def check(self) -> None:
+        """The head of the model on zeros: raises if the device no longer computes."""
+        hidden = torch.zeros(1, self._decoder.spec.hidden, dtype=self._arena.dtype, device=self._device)
+        self._decoder.logits(hidden).sum().item()
+
     def _prepare(self, plan: StepPlan) -> None:
         for move in plan.moves:
             self._arena.copy_page(move.kind, move.source, move.target)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -35,14 +35,17 @@ _MIX_2 = 0x94D049BB133111EB
 
 @dataclass(slots=True)
 class _SlotState:
-    """What the sampler remembers of a slot's sequence; counts only if a penalty needs them."""
+    """What the sampler remembers of a slot's sequence.
+
+    counts, only if a penalty needs them: how often each token is in the output [N] fp32, and whether it is in prompt or
+    output [N] bool, of the tokens at positions before counted_tokens.
+    """
 
     opening: SlotOpening
     stop_ids: Tensor
     bias: tuple[Tensor, Tensor] | None
-    output_counts: Tensor | None = None
-    seen: Tensor | None = None
-    counted: int = field(default=-1)
+    counts: tuple[Tensor, Tensor] | None
+    counted_tokens: int
 
 
 class Sampler:
@@ -56,43 +59,48 @@ class Sampler:
     def open(self, opening: SlotOpening) -> None:
         """A sequence enters its slot; what the slot remembered is forgotten."""
         params = opening.sampling
-        bias = None
+        bias = counts = None
         if params.logit_bias:
             ids, values = zip(*params.logit_bias, strict=True)
             bias = (self._tensor(ids, torch.int64), self._tensor(values, torch.float32))
-        state = _SlotState(
-            opening=opening, stop_ids=self._tensor(sorted(opening.stop_token_ids), torch.int64), bias=bias
-        )
         if params.counts_tokens:
             output = self._tensor(opening.output_tokens, torch.int64)
-            prompt = self._tensor(opening.prompt_tokens, torch.int64)
-            state.output_counts = torch.bincount(output, minlength=self._vocab).to(torch.float32)
-            state.seen = torch.bincount(torch.cat([prompt, output]), minlength=self._vocab) > 0
-        self._slots[opening.slot] = state
+            known = self._tensor((*opening.prompt_tokens, *opening.output_tokens), torch.int64)
+            output_counts = torch.bincount(output, minlength=self._vocab).to(torch.float32)
+            counts = (output_counts, torch.bincount(known, minlength=self._vocab) > 0)
+        self._slots[opening.slot] = _SlotState(
+            opening=opening,
+            stop_ids=self._tensor(sorted(i for i in opening.stop_token_ids if i < self._vocab), torch.int64),
+            bias=bias,
+            counts=counts,
+            counted_tokens=len(opening.prompt_tokens) + len(opening.output_tokens),
+        )
 
     def sample(self, logits: Tensor, rows: Sequence[RowPlan]) -> list[RowResult]:
         """One token per row. logits [R, N] fp32 belong to the last position of each row; they are overwritten.
 
-        A row whose logits are not finite fails alone. Sampling a row again gives the same token.
+        A row whose logits are not finite fails alone. Sampling a row again gives the same token: a sampled token is
+        counted when it comes back as the row's input.
         """
         states = [self._slots[row.slot] for row in rows]
         finite = torch.isfinite(logits.amax(dim=-1)).tolist()
         reported = self._log_probabilities(logits, states)
-        for index, (row, state) in enumerate(zip(rows, states, strict=True)):
-            self._adjust(logits[index], state, suppress_stop=row.suppress_stop)
+        for row, state in zip(rows, states, strict=True):
+            _count_inputs(state, row)
+        self._penalize(logits, states)
+        self._bias(logits, states)
+        self._suppress_stops(logits, states, rows)
         tokens = self._choose(logits, [s.opening for s in states], [row.stop for row in rows]).tolist()
         results = []
-        for index, (row, state, token) in enumerate(zip(rows, states, tokens, strict=True)):
+        for index, token in enumerate(tokens):
             if not finite[index]:
                 results.append(RowResult(failure="the model produced logits that are not finite"))
-                continue
-            self._count(state, token, row.stop)
-            if index in reported:
+            elif index in reported:
                 logprobs, best = reported[index]
                 sampled = SampledToken(token_id=token, logprob=float(logprobs[token]), top=best)
+                results.append(RowResult(token=sampled))
             else:
-                sampled = SampledToken(token_id=token)
-            results.append(RowResult(token=sampled))
+                results.append(RowResult(token=SampledToken(token_id=token)))
         return results
 
     # --- inside ---------------------------------------------------------------------------------------------------
@@ -115,30 +123,44 @@ class Sampler:
             for i, (row, count) in enumerate(counts.items())
         }
 
-    def _adjust(self, logits: Tensor, state: _SlotState, *, suppress_stop: bool) -> None:
-        """Penalties, bias and forbidden tokens of one row, in place. logits [N]."""
-        params = state.opening.sampling
-        if state.output_counts is not None and state.seen is not None:
-            if params.repetition_penalty != 1.0:
-                penalized = torch.where(
-                    logits > 0, logits / params.repetition_penalty, logits * params.repetition_penalty
-                )
-                logits.copy_(torch.where(state.seen, penalized, logits))
-            logits -= params.frequency_penalty * state.output_counts
-            logits -= params.presence_penalty * (state.output_counts > 0)
-        if state.bias is not None:
-            ids, values = state.bias
-            logits[ids] += values
-        if suppress_stop and len(state.stop_ids) < self._vocab:
-            logits[state.stop_ids] = -math.inf
-
-    def _count(self, state: _SlotState, token: int, position: int) -> None:
-        """Remember a token for the penalties, once for each position."""
-        if state.output_counts is None or state.seen is None or state.counted == position:
+    def _penalize(self, logits: Tensor, states: Sequence[_SlotState]) -> None:
+        """Repetition, frequency and presence penalties of the rows that have any, in place. logits [R, N]."""
+        counting = [(row, s.opening.sampling, s.counts) for row, s in enumerate(states) if s.counts is not None]
+        if not counting:
             return
-        state.counted = position
-        state.output_counts[token] += 1
-        state.seen[token] = True
+        rows = [row for row, _, _ in counting]
+        repetition, frequency, presence = (
+            self._tensor([getattr(params, f"{name}_penalty") for _, params, _ in counting], torch.float32)[:, None]
+            for name in ("repetition", "frequency", "presence")
+        )
+        output = torch.stack([counts[0] for _, _, counts in counting])  # [R', N]
+        seen = torch.stack([counts[1] for _, _, counts in counting])
+        plain = logits[rows]
+        penalized = torch.where(plain > 0, plain / repetition, plain * repetition)
+        logits[rows] = torch.where(seen, penalized, plain) - frequency * output - presence * (output > 0)
+
+    def _bias(self, logits: Tensor, states: Sequence[_SlotState]) -> None:
+        """Add logit biases, in place."""
+        biased = [(row, *s.bias) for row, s in enumerate(states) if s.bias is not None]
+        if biased:
+            at = self._row_index([(row, ids) for row, ids, _ in biased])
+            logits.index_put_(at, torch.cat([values for _, _, values in biased]), accumulate=True)
+
+    def _suppress_stops(self, logits: Tensor, states: Sequence[_SlotState], rows: Sequence[RowPlan]) -> None:
+        """Forbid the stop ids of rows that have too few tokens, in place; a row of nothing else keeps them."""
+        chosen = [
+            (index, state.stop_ids)
+            for index, (state, row) in enumerate(zip(states, rows, strict=True))
+            if row.suppress_stop and 0 < len(state.stop_ids) < self._vocab
+        ]
+        if chosen:
+            at = self._row_index(chosen)
+            logits.index_put_(at, torch.full(at[0].shape, -math.inf, device=self._device))
+
+    def _row_index(self, entries: Sequence[tuple[int, Tensor]]) -> tuple[Tensor, Tensor]:
+        """Index of logits [R, N] for (row, ids) pairs."""
+        rows = torch.cat([torch.full_like(ids, row) for row, ids in entries])
+        return rows, torch.cat([ids for _, ids in entries])
 
     def _choose(self, logits: Tensor, openings: Sequence[SlotOpening], positions: Sequence[int]) -> Tensor:
         """Token ids [R] for adjusted logits [R, N]."""
@@ -156,6 +178,17 @@ class Sampler:
             scaled = logits[rows] / draws.temperature
             chosen[rows] = draws.among_most_probable(scaled) if rows is filtered else draws.among_all(scaled)
         return chosen
+
+
+def _count_inputs(state: _SlotState, row: RowPlan) -> None:
+    """Count the row's tokens that were sampled since the sequence entered its slot, each position once."""
+    if state.counts is None:
+        return
+    output_counts, seen = state.counts
+    for token in row.tokens[max(0, state.counted_tokens - row.start) :]:
+        output_counts[token] += 1
+        seen[token] = True
+    state.counted_tokens = max(state.counted_tokens, row.stop)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -209,12 +242,15 @@ class _Draws:
         the row alone.
         """
         whole = torch.logsumexp(scaled, dim=-1, keepdim=True)
-        count = min(FIRST_CANDIDATES, scaled.shape[-1])
+        vocab = scaled.shape[-1]
+        count = min(FIRST_CANDIDATES, vocab)
         values, ids = scaled.topk(count, dim=-1)
-        survivors, floor = self._survivors(values, whole)
+        survivors, floors = self._survivors(values, whole)
         tokens = self._draw(survivors, ids)
-        if count < scaled.shape[-1]:
-            short = (floor <= values[:, -1:]).squeeze(-1)
+        if count < vocab:
+            # A floor that reaches the last candidate may have ties, or its true place, beyond.
+            reaching = (floors <= values[:, -1:]) & torch.isfinite(floors)
+            short = reaching.any(dim=-1) | ((self.top_k > count) & (self.top_k < vocab)).squeeze(-1)
             if bool(short.any()):
                 values, ids = scaled[short].sort(dim=-1, descending=True)
                 draws = self.rows(short)
@@ -222,17 +258,20 @@ class _Draws:
         return tokens
 
     def _survivors(self, values: Tensor, whole: Tensor) -> tuple[Tensor, Tensor]:
-        """values [R, C] sorted from the most probable down -> the same with the losers at -inf, and the floor [R, 1]:
-        the least value that survives top-k and top-p. whole [R, 1] is the log-sum-exp of the entire row."""
+        """values [R, C] sorted from the most probable down -> the same with the losers at -inf, and the floors [R, 2]:
+        the least value that survives top-k (-inf without one) and the least that survives top-p as well. whole [R, 1]
+        is the log-sum-exp of the entire row."""
         last = values.shape[-1] - 1
-        floor = values.gather(-1, (self.top_k - 1).clamp(max=last))
-        inside = values.masked_fill(values < floor, -math.inf)
-        total = torch.where(self.top_k > last, whole, torch.logsumexp(inside, dim=-1, keepdim=True))
+        at_top_k = values.gather(-1, (self.top_k - 1).clamp(max=last))
+        top_k_floor = torch.where(self.top_k <= last + 1, at_top_k, -math.inf)
+        inside = values.masked_fill(values < top_k_floor, -math.inf)
+        total = torch.where(top_k_floor == -math.inf, whole, torch.logsumexp(inside, dim=-1, keepdim=True))
         mass = torch.cumsum((inside - total).exp(), dim=-1)
         # How many of the first tokens stay below top_p: the one after them is the one that reaches it.
         reaching = (mass < self.top_p).sum(dim=-1, keepdim=True).clamp(max=last)
-        floor = torch.maximum(floor, values.gather(-1, reaching))
-        return self._cut_min_p(values.masked_fill(values < floor, -math.inf)), floor
+        floor = torch.maximum(top_k_floor, values.gather(-1, reaching))
+        survivors = self._cut_min_p(values.masked_fill(values < floor, -math.inf))
+        return survivors, torch.cat([top_k_floor, floor], dim=-1)
 
     def _cut_min_p(self, values: Tensor) -> Tensor:
         return values.masked_fill(values < values.amax(dim=-1, keepdim=True) + self.log_min_p, -math.inf)

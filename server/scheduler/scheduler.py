@@ -46,7 +46,7 @@ class _Accepted:
 
 
 @dataclass(slots=True)
-class _Draft:
+class _PlanBuilder:
     """A plan while it is made."""
 
     budget: int
@@ -163,25 +163,35 @@ class Scheduler:
         for request_id in list(self._requests):
             self.fail(request_id, error, now)
 
+    def abandon(self, error: TwinpaneError, now: float) -> None:
+        """Tell everybody that it is over and forget them, without a look at pages: for when an invariant is broken or
+        a step never ends. Nothing can run afterwards."""
+        accepted, self._requests = list(self._requests.values()), {}
+        self._sequences, self._running, self._waiting, self._waiting_count = {}, {}, [], 0
+        for each in accepted:
+            for sequence in each.live.values():
+                _guarded(partial(sequence.output.fail, error))
+            _guarded(partial(self._report_end, each, "error", now))
+
     # --- one step -------------------------------------------------------------------------------------------------
 
     def plan(self, now: float) -> StepPlan | None:
         """The next step: every running sequence in order, then whoever of the queue fits. None if nothing can run."""
-        draft = _Draft(budget=self._config.step_token_budget)
+        building = _PlanBuilder(budget=self._config.step_token_budget)
         for sequence in self._running_order():
-            if sequence.id in self._running and draft.budget > 0:
-                self._plan_row(sequence, draft)
-        self._admit(draft, now)
-        if not draft.rows and not draft.moves:
+            if sequence.id in self._running and building.budget > 0:
+                self._plan_row(sequence, building)
+        self._admit(building, now)
+        if not building.rows and not building.moves:
             return None
         step_id = StepId(next(self._step_ids))
         self._cache.begin_step(step_id)
         return StepPlan(
             step_id=step_id,
-            moves=tuple(draft.moves),
-            writes=tuple(draft.writes),
-            opened=tuple(draft.opened),
-            rows=tuple(draft.rows),
+            moves=tuple(building.moves),
+            writes=tuple(building.writes),
+            opened=tuple(building.opened),
+            rows=tuple(building.rows),
         )
 
     def commit(self, plan: StepPlan, result: StepResult, now: float) -> StepFacts:
@@ -201,8 +211,7 @@ class Scheduler:
                 self.fail(sequence.request.request_id, EngineFailed(outcome.failure), now)
                 continue
             assert sequence.computed_tokens == row.start
-            prompt += max(0, min(row.stop, len(sequence.request.prompt_tokens)) - row.start)
-            sequence.computed_tokens = row.stop
+            prompt += sequence.advance(row.stop)
             self._cache.commit(sequence.id, row.stop)
             if row.samples:
                 assert outcome.token is not None, "a row that samples brings a token"
@@ -219,6 +228,7 @@ class Scheduler:
             step_tokens=plan.token_count,
             generated_tokens=generated,
             prompt_tokens=prompt,
+            stranded_bytes=self._cache.stranded_bytes(),
             preemptions=preemptions,
             step_s=result.device_s,
             token_gaps_s=tuple(gaps),
@@ -253,25 +263,25 @@ class Scheduler:
     def _oldest(self) -> Sequence:
         return min(self._running.values(), key=lambda s: s.age_order)
 
-    def _plan_row(self, sequence: Sequence, draft: _Draft) -> bool:
+    def _plan_row(self, sequence: Sequence, building: _PlanBuilder) -> bool:
         """Give a running sequence its next tokens; preempts others, in the end itself, when memory is dry."""
         assert sequence.slot is not None
-        count = min(sequence.pending_tokens, draft.budget, self._chunk_tokens)
+        count = min(sequence.pending_tokens, building.budget, self._chunk_tokens)
         start, stop = sequence.computed_tokens, sequence.computed_tokens + count
         while True:
             reservation = self._cache.reserve(sequence.id, stop)
-            draft.moves += reservation.moves
-            draft.writes += reservation.writes
+            building.moves += reservation.moves
+            building.writes += reservation.writes
             if reservation.granted:
                 break
-            victim = self._least_worthy(draft.planned)
+            victim = self._least_worthy(building.planned)
             if victim is None:
                 return False
             self._preempt(victim)
             if victim is sequence:
                 return False
         samples = stop == sequence.known_tokens
-        draft.rows.append(
+        building.rows.append(
             RowPlan(
                 slot=sequence.slot,
                 sequence=sequence.id,
@@ -282,17 +292,17 @@ class Scheduler:
                 suppress_stop=samples and len(sequence.output_tokens) < sequence.request.stop.min_tokens,
             )
         )
-        draft.planned.add(sequence.id)
-        draft.budget -= count
+        building.planned.add(sequence.id)
+        building.budget -= count
         return True
 
-    def _admit(self, draft: _Draft, now: float) -> None:
+    def _admit(self, building: _PlanBuilder, now: float) -> None:
         """Take from the queue while slots, tokens and both kinds of page last.
 
         A sequence is admitted only if everything it knows fits beside what the running ones still need, each with one
         page of growth: starting what must be preempted at once would be work for nothing.
         """
-        while draft.budget > 0 and self._free_slots:
+        while building.budget > 0 and self._free_slots:
             sequence = self._head()
             if sequence is None:
                 return
@@ -308,15 +318,17 @@ class Scheduler:
             accepted = self._requests[sequence.request.request_id]
             if accepted.started_s is None:
                 accepted.started_s = now
-            draft.opened.append(sequence.opening())
-            if not self._plan_row(sequence, draft):
+            building.opened.append(sequence.opening())
+            if not self._plan_row(sequence, building):
                 return
 
     def _outstanding(self) -> PageDemand:
         """What the running sequences will still ask for to compute what they know, and one page more each."""
         demand = NO_PAGES
         for sequence in self._running.values():
-            demand += self._cache.missing_demand(sequence.id, self._with_growth(sequence), self._chunk_tokens)
+            demand += self._cache.missing_demand(
+                sequence.id, sequence.computed_tokens, self._with_growth(sequence), self._chunk_tokens
+            )
         return demand
 
     def _with_growth(self, sequence: Sequence) -> int:
@@ -395,8 +407,11 @@ class Scheduler:
             heapq.heapify(self._waiting)
 
     def _end(self, accepted: _Accepted, outcome: str, now: float) -> None:
+        del self._requests[accepted.request.request_id]
+        self._report_end(accepted, outcome, now)
+
+    def _report_end(self, accepted: _Accepted, outcome: str, now: float) -> None:
         request = accepted.request
-        del self._requests[request.request_id]
         started, first = accepted.started_s, accepted.first_token_s
         self._on_end(
             request.request_id,

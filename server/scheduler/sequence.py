@@ -12,7 +12,8 @@ from server.step import SequenceId, SlotId, SlotOpening
 class Sequence:
     """computed_tokens catches up with known_tokens: prompt chunk and decode are the same thing with other counts.
 
-    slot is None while it waits. epoch counts admissions. key orders the queue (see priority.standing_key).
+    slot is None while it waits. epoch counts admissions. prompt_tokens_done never falls, not even by a preemption. key
+    orders the queue (see priority.standing_key).
     Owner: Scheduler, on the event-loop thread.
     """
 
@@ -23,6 +24,7 @@ class Sequence:
     key: float
     output_tokens: list[int] = field(default_factory=list)
     computed_tokens: int = 0
+    prompt_tokens_done: int = 0
     slot: SlotId | None = None
     epoch: int = 0
     last_token_s: float | None = None
@@ -46,6 +48,14 @@ class Sequence:
 
     def __lt__(self, other: Sequence) -> bool:
         return self.order < other.order
+
+    def advance(self, computed_tokens: int) -> int:
+        """Note progress; returns how many prompt tokens were computed that never were before."""
+        self.computed_tokens = computed_tokens
+        done = min(computed_tokens, len(self.request.prompt_tokens))
+        fresh = max(0, done - self.prompt_tokens_done)
+        self.prompt_tokens_done += fresh
+        return fresh
 
     def tokens(self, start: int, stop: int) -> tuple[int, ...]:
         """Token ids at positions [start, stop)."""

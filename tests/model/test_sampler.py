@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import math
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -132,6 +133,26 @@ def test_the_smallest_temperatures_are_greedy_and_finite(temperature: float, top
     assert all(sample_one(logits, opening(params), position=p).token_id == int(logits.argmax()) for p in range(1, 30))
 
 
+@pytest.mark.parametrize("top_k", [FIRST_CANDIDATES - 1, FIRST_CANDIDATES, 1500, 2000, 3999])
+@pytest.mark.parametrize("top_p", [0.5, 1.0])
+def test_a_top_k_beyond_the_first_candidates_bounds_the_mass_of_top_p(top_k: int, top_p: float) -> None:
+    torch.manual_seed(7)
+    logits = torch.randn(4000) * 0.5
+    params = SamplingParams(top_k=top_k, top_p=top_p)
+    expected = definition(logits, params)
+    counts = draws(logits, params, 4000)
+    assert counts[expected == 0].sum() == 0
+    kept = int((expected > 0).sum())
+    assert (counts > 0).sum() > 0.5 * min(kept, 1500)
+
+
+def test_ties_that_run_beyond_the_first_candidates_all_survive() -> None:
+    logits = torch.full((3000,), 1.0)
+    logits[0] = 3.0
+    counts = draws(logits, SamplingParams(top_k=FIRST_CANDIDATES - 1, top_p=0.9), 6000)
+    assert (counts > 0).sum() > 2000
+
+
 def test_ties_at_the_border_of_top_k_all_survive() -> None:
     logits = torch.zeros(VOCAB)
     counts = draws(logits, SamplingParams(top_k=3), 5000)
@@ -211,18 +232,41 @@ def test_penalties_follow_their_definitions() -> None:
         logits[best] = adjusted[best] = -1e9
 
 
-def test_sampled_tokens_are_counted_once_even_if_a_step_is_run_again() -> None:
+def test_sampled_tokens_are_counted_once_however_often_a_step_is_run() -> None:
+    """Frequency penalty 0.3 and gaps of 0.5: a token that is counted twice, or not at all, gives another text."""
+    params = SamplingParams(temperature=0.0, frequency_penalty=0.3)
+    logits = torch.tensor([[1.0, 0.75, 0.0]])
+
+    def text(runs: int) -> list[int]:
+        sampler, said = Sampler(3, torch.device("cpu")), [2, 2]
+        sampler.open(opening(params, prompt=(2, 2)))
+        for position in range(2, 10):
+            input_row = replace(row(position), tokens=(said[-1],))
+            for _ in range(runs):
+                token = sampler.sample(logits.clone(), [input_row])[0].token
+            assert token is not None
+            said.append(token.token_id)
+        return said[2:]
+
+    counts = [0, 0, 0]
+    expected = []
+    for _ in range(8):
+        scores = [value - 0.3 * count for value, count in zip((1.0, 0.75, 0.0), counts, strict=True)]
+        expected.append(scores.index(max(scores)))
+        counts[expected[-1]] += 1
+    assert text(1) == text(3) == expected
+    assert len(set(expected)) > 1
+
+
+def test_a_sequence_that_comes_back_brings_its_counts() -> None:
     params = SamplingParams(temperature=0.0, presence_penalty=2.0)
     logits = torch.tensor([[1.0, 0.5, 0.0]])
     sampler = Sampler(3, torch.device("cpu"))
-    sampler.open(opening(params))
-    tokens = [sampler.sample(logits.clone(), [row(p)])[0].token for p in (5, 6, 7)]
-    assert [t.token_id for t in tokens if t] == [0, 1, 2]
-    fresh = Sampler(3, torch.device("cpu"))
-    fresh.open(opening(params, output=(0,)))
-    again = [fresh.sample(logits.clone(), [row(6)])[0].token for _ in range(2)]
-    assert again[0] is not None
-    assert again[0].token_id == 1
+    sampler.open(opening(params, prompt=(2, 2), output=(0,)))
+    whole = replace(row(3), start=0, tokens=(2, 2, 0))
+    token = sampler.sample(logits, [whole])[0].token
+    assert token is not None
+    assert token.token_id == 1
 
 
 def test_logit_bias_can_force_and_forbid() -> None:
@@ -238,6 +282,12 @@ def test_stop_ids_are_not_sampled_while_they_are_suppressed() -> None:
     opened = opening(SamplingParams(temperature=0.0), stop=frozenset({1}))
     assert sample_one(logits, opened, suppress_stop=True).token_id == 2
     assert sample_one(logits, opened).token_id == 1
+
+
+def test_stop_ids_outside_the_vocabulary_are_harmless() -> None:
+    logits = torch.tensor([0.0, 9.0, 1.0])
+    opened = opening(SamplingParams(temperature=0.0), stop=frozenset({1, 3, 99}))
+    assert sample_one(logits, opened, suppress_stop=True).token_id == 2
 
 
 def test_log_probabilities_are_those_of_the_model_before_any_filter() -> None:

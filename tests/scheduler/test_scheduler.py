@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
 
 import pytest
 
@@ -9,7 +8,8 @@ from server.config import KVLayout
 from server.errors import BadRequest, EngineFailed, Overloaded, TooLong
 from server.request import FinishReason, GenerationRequest, RequestId, SamplingParams, StopRules
 from server.scheduler.priority import priority_tokens, standing_key
-from server.step import PageKind, RowPlan
+from server.scheduler.sequence import Sequence
+from server.step import PageKind, RowPlan, StepPlan
 from tests.fake_device import CollectedOutput, FakeDevice, text_alone
 from tests.house import House
 
@@ -33,7 +33,7 @@ class FakeHouse(House):
     def __init__(self, cut: KVLayout, **settings: int) -> None:
         super().__init__(cut, FakeDevice(layout=cut), **settings)
 
-    def submit(self, name: str, prompt: Sequence[int], *, seed: int = 0, **settings: int) -> RequestId:  # type: ignore[override]
+    def submit(self, name: str, prompt: tuple[int, ...], *, seed: int = 0, **settings: int) -> RequestId:  # type: ignore[override]
         return super().submit(name, prompt, sampling=SamplingParams(seed=seed), **settings)
 
     def assert_answers(self, request_id: RequestId, *, seed: int = 0) -> None:
@@ -108,8 +108,8 @@ def test_random_traffic_in_little_memory_loses_nothing_and_mixes_nothing(seed: i
 
 def test_little_memory_does_preempt_and_move_pages() -> None:
     """The random test above is only worth something if these paths are walked."""
-    house = FakeHouse(layout(slabs=9), max_sequences=6, prefill_chunk_tokens=8, step_token_budget=32)
-    ids = [house.submit(f"{n}", tuple(range(n, 6 * n + 6)), outputs=40 + 7 * n, seed=n) for n in range(6)]
+    house = FakeHouse(layout(slabs=9, window_tokens=16), prefill_chunk_tokens=8, step_token_budget=32)
+    ids = [house.submit(f"{n}", tuple(range(n, 4 * n + 6)), outputs=50 + 5 * n, seed=n) for n in range(8)]
     house.run()
     for n, request_id in enumerate(ids):
         house.assert_answers(request_id, seed=n)
@@ -246,7 +246,7 @@ def test_an_output_that_raises_ends_its_request_only() -> None:
     house.assert_empty()
 
 
-def test_no_step_exceeds_its_token_budget_and_decodes_go_before_prompts() -> None:
+def test_no_step_exceeds_its_token_budget() -> None:
     house = FakeHouse(layout(slabs=400), step_token_budget=10, prefill_chunk_tokens=8)
     seen: list[tuple[RowPlan, ...]] = []
     house.device.before_step = lambda plan: seen.append(plan.rows)
@@ -256,6 +256,159 @@ def test_no_step_exceeds_its_token_budget_and_decodes_go_before_prompts() -> Non
     for rows in seen:
         assert sum(len(row.tokens) for row in rows) <= 10
         assert all(len(row.tokens) <= 8 for row in rows)
+
+
+def test_after_the_longest_waiting_one_decodes_go_before_prompts() -> None:
+    """With a budget of two tokens a prompt of many chunks must not take the turn of a running answer."""
+    house = FakeHouse(layout(slabs=400), step_token_budget=9, prefill_chunk_tokens=8)
+    old = house.submit("old", tuple(range(3)), outputs=40)
+    house.step()
+    house.now += 1
+    short = house.submit("short", (1, 2), outputs=30)
+    house.step()
+    house.now += 1
+    house.submit("long", tuple(range(80)), outputs=1)
+    for _ in range(5):
+        before = [len(house.outputs[name][0].tokens) for name in (old, short)]
+        house.step()
+        after = [len(house.outputs[name][0].tokens) for name in (old, short)]
+        assert after == [count + 1 for count in before]
+
+
+def test_memory_always_comes_to_the_longest_waiting_and_shortage_falls_on_the_last_in_order() -> None:
+    house = FakeHouse(layout(slabs=9, window_tokens=16), prefill_chunk_tokens=8, step_token_budget=64)
+    scheduler = house.scheduler
+    preempt = scheduler._preempt
+    seen = 0
+
+    def watched(victim: Sequence) -> None:
+        nonlocal seen
+        seen += 1
+        running = list(scheduler._running.values())
+        oldest = min(running, key=lambda s: (s.request.arrival_s, s.id))
+        assert victim is not oldest or len(running) == 1
+        unplanned = [s for s in running if s is not oldest and s.id not in planned()]
+        assert victim is max(unplanned, key=lambda s: (s.key, s.id))
+        preempt(victim)
+
+    def planned() -> set[int]:
+        return {row.sequence for row in building.rows}
+
+    plan_row = scheduler._plan_row
+    building = None
+
+    def noting(sequence: Sequence, plan: object) -> bool:
+        nonlocal building
+        building = plan
+        return plan_row(sequence, plan)  # type: ignore[arg-type]
+
+    scheduler._preempt = watched  # type: ignore[method-assign]
+    scheduler._plan_row = noting  # type: ignore[method-assign]
+    first_rows: list[int] = []
+
+    def note(plan: StepPlan) -> None:
+        running = scheduler._running.values()
+        oldest = min(running, key=lambda s: (s.request.arrival_s, s.id))
+        if plan.rows and oldest.epoch == 1:
+            first_rows.append(plan.rows[0].sequence == oldest.id)
+
+    house.device.before_step = note
+    for number in range(8):
+        house.submit(f"{number}", tuple(range(number, 4 * number + 6)), outputs=50 + 5 * number, seed=number)
+        house.now += 0.001
+    house.run()
+    assert seen > 3
+    assert all(first_rows)
+
+
+def test_admission_leaves_room_for_what_the_running_ones_still_need() -> None:
+    """The second prompt would fit the pages that are free now, not those that the first one's prompt leaves."""
+    house = FakeHouse(layout(slabs=4, window=0), prefill_chunk_tokens=8, step_token_budget=16)  # twenty pages
+    first = house.submit("first", tuple([1] * 60), outputs=4)  # fifteen pages, two of them in the first step
+    house.step()
+    second = house.submit("second", tuple([2] * 40), outputs=4)  # ten pages
+    while first not in house.ended:
+        house.step()
+        started = any(s.request.request_id == second for s in house.scheduler._running.values())
+        assert first in house.ended or not started
+    house.run()
+    assert house.preemptions == 0
+    house.assert_answers(second)
+
+
+def test_an_answer_that_needs_one_more_page_keeps_a_newcomer_waiting() -> None:
+    house = FakeHouse(layout(slabs=4, page_tokens=4, window=0), prefill_chunk_tokens=64, step_token_budget=64)
+    assert house.cache.layout.full_pages_per_slab * 4 == 20
+    house.submit("answer", tuple([1] * 36), outputs=20)  # nine pages, and it will need up to five more
+    house.step()
+    house.submit("newcomer", tuple([2] * 42), outputs=2)  # eleven pages, just what is free
+    house.step()
+    assert (house.scheduler.running, house.scheduler.waiting) == (1, 1)
+    house.run()
+    assert house.preemptions == 0
+
+
+def test_decoding_sequences_do_not_hold_room_for_a_chunk_of_prompt() -> None:
+    """A chunk of many windows is reserved while a prompt is computed, and not for every answer that runs."""
+    cut = layout(slabs=60, page_tokens=4, window_tokens=7)
+    house = FakeHouse(cut, prefill_chunk_tokens=64, step_token_budget=64, max_sequences=40)
+    for number in range(30):
+        house.submit(f"{number}", tuple(range(60)), outputs=30, seed=number)
+    most = 0
+    while house.step():
+        most = max(most, house.scheduler.running)
+    per_sequence = house.cache.peak_demand(90, 1)
+    slabs = per_sequence.full / cut.full_pages_per_slab + per_sequence.window / cut.window_pages_per_slab
+    assert most >= 0.7 * 60 / slabs
+
+
+def test_a_requests_priority_decides_who_goes_first() -> None:
+    house = FakeHouse(layout(slabs=4000), max_sequences=1)
+    house.submit("running", (1, 2), outputs=3)
+    house.step()
+    house.submit("short", tuple(range(5)), outputs=2)
+    house.submit("urgent", tuple(range(300)), outputs=2, priority=-1)
+    house.run()
+    assert list(house.ended) == ["running", "urgent", "short"]
+
+
+def test_a_plan_carries_only_the_page_table_entries_that_changed() -> None:
+    house = FakeHouse(layout(slabs=400), prefill_chunk_tokens=8)
+    house.submit("a", tuple(range(50)), outputs=30)
+    written: list[tuple[PageKind, int]] = []
+    house.device.before_step = lambda plan: written.extend(
+        (write.kind, write.first_page + i) for write in plan.writes for i in range(len(write.pages))
+    )
+    house.run()
+    # The last token is sampled and never computed: 79 positions, 20 pages of each kind, each told once.
+    assert sorted(written) == [(kind, page) for kind in PageKind for page in range(20)]
+
+
+def test_prompt_tokens_are_counted_once_even_if_a_preemption_computes_them_again() -> None:
+    house = FakeHouse(layout(slabs=9, window_tokens=16), prefill_chunk_tokens=8, step_token_budget=32)
+    prompts = 0
+    for number in range(8):
+        house.submit(f"{number}", tuple(range(number, 4 * number + 6)), outputs=50 + 5 * number, seed=number)
+        prompts += 3 * number + 6
+    counted = 0
+    while (facts := house.step_facts()) is not None:
+        counted += facts.prompt_tokens
+    assert house.preemptions > 0
+    assert counted == prompts
+
+
+def test_the_facts_of_a_request_tell_when_it_waited_computed_and_answered() -> None:
+    house = FakeHouse(layout(), max_sequences=1, prefill_chunk_tokens=4, step_token_budget=4)
+    house.submit("first", (1, 2), outputs=5)  # steps end at 0.01 ... 0.05
+    house.submit("second", tuple(range(12)), outputs=3)  # three chunks, then two more tokens
+    house.run()
+    facts = house.ended[RequestId("second")]
+    assert facts.queued_s == pytest.approx(0.05)
+    assert facts.prefill_s == pytest.approx(0.03)
+    assert facts.first_token_s == pytest.approx(0.08)
+    assert facts.decode_s == pytest.approx(0.02)
+    assert facts.total_s == pytest.approx(0.10)
+    assert (facts.outcome, facts.prompt_tokens, facts.output_tokens) == ("length", 12, 3)
 
 
 def test_min_tokens_keeps_stop_ids_away_until_there_are_enough() -> None:
