@@ -76,7 +76,7 @@ class HttpConfig:
     shutdown_timeout_s: float = 30.0
     keep_alive_s: float = 120.0
     sse_keep_alive_s: float = 10.0
-    max_body_bytes: int = 64 * 1024 * 1024
+    max_body_bytes: int = 16 * 1024 * 1024
     max_logprobs: int = 20
     max_choices: int = 128
     health_timeout_s: float = 60.0
@@ -281,7 +281,7 @@ GROUPS: Mapping[str, tuple[Flag, ...]] = {
             "--tokenizer",
             "model.tokenizer",
             string("PATH"),
-            "a folder or tokenizer.json to use in place of the model's",
+            "a folder that holds a tokenizer.json, or that file, to use in place of the model's",
         ),
         flag(
             "--dtype",
@@ -395,7 +395,7 @@ GROUPS: Mapping[str, tuple[Flag, ...]] = {
         ),
         flag("--max-choices", "http.max_choices", count("N", least=1), "most choices (n) a request may ask"),
         flag(
-            "--max-body-bytes", "http.max_body_bytes", count("BYTES", least=1024), "largest request body in bytes (64M)"
+            "--max-body-bytes", "http.max_body_bytes", count("BYTES", least=1024), "largest request body in bytes (16M)"
         ),
         flag(
             "--health-timeout",

@@ -11,10 +11,10 @@ import torch
 from server.cache.kv_cache import KVCache
 from server.config import CacheConfig, KVLayout, SchedulerConfig
 from server.errors import StartupError
-from server.model.kv_arena import page_byte_sizes
-from server.model.kv_layout import choose_slab_bytes
+from server.model.kv_layout import choose_slab_bytes, page_byte_sizes
 from server.model.spec import DenseSpec, ModelSpec
 from server.model.weights import weight_bytes
+from server.step import PageKind
 
 MAX_CPU_KV_BYTES = 4 * 2**30
 """Unless told otherwise, KV on a CPU takes no more than this: the memory is the user's, not ours."""
@@ -26,7 +26,8 @@ MIN_CONTEXT_TOKENS = 512
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPlan:
     """layout is how KV memory is cut. context_tokens is what one request can use: the model's limit or the arena's.
-    full_context_sequences of that length fit at once, short_sequences of short_tokens."""
+    full_context_sequences of that length fit at once, short_sequences of short_tokens, while one of them is computed in
+    chunks and the others decode."""
 
     device: str
     dtype: str
@@ -66,14 +67,18 @@ class MemoryPlan:
         return "\n".join(f"  {label:<17} {value}" for label, value in rows)
 
 
-def available_bytes(device: torch.device) -> int:
-    """Memory that can still be taken: of the GPU, or of this machine and the control group it runs in."""
+def available_bytes(device: torch.device, group: Path = Path("/sys/fs/cgroup")) -> int:
+    """Memory that can still be taken: of the GPU, or of this machine and the control group (version 2) it runs in.
+
+    A group's use includes files that were read: what of them nobody used again (inactive_file) the kernel gives up
+    before it refuses memory, so weights that were just downloaded do not count.
+    """
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     free = int(psutil.virtual_memory().available)
-    limit, current = _read_number("/sys/fs/cgroup/memory.max"), _read_number("/sys/fs/cgroup/memory.current")
-    if limit is not None and current is not None:
-        free = min(free, max(0, limit - current))
+    limit, used = _read_number(group / "memory.max"), _read_number(group / "memory.current")
+    if limit is not None and used is not None:
+        free = min(free, max(0, limit - used + _read_statistic(group / "memory.stat", "inactive_file")))
     return free
 
 
@@ -91,7 +96,8 @@ def plan_memory(
     context = _context_tokens(spec, max_model_tokens)
     full_page, window_page = page_byte_sizes(spec, cache.page_tokens, dtype)
     slab = choose_slab_bytes(full_page, window_page)
-    weights, fixed = weight_bytes(spec, dtype), _step_bytes(spec, scheduler)
+    weights = weight_bytes(spec, dtype)
+    fixed = _step_bytes(spec, scheduler) + _table_bytes(context, cache, scheduler)
     gathered = _gather_share(spec, dtype)
 
     def layout(slabs: int) -> KVLayout:
@@ -162,14 +168,13 @@ def _slabs_for(layout: KVLayout, tokens: int, chunk_tokens: int) -> int:
 
 
 def _sequences(layout: KVLayout, tokens: int, chunk_tokens: int, most: int) -> int:
-    """How many sequences of so many tokens fit at once, each at its peak."""
+    """How many sequences of so many tokens fit at once: one at the peak of its prefill, the others decoding."""
     cache = KVCache(layout)
-    peak = cache.peak_demand(tokens, chunk_tokens)
+    demand, decoding = cache.peak_demand(tokens, chunk_tokens), cache.peak_demand(tokens, 1)
     count = 0
-    demand = peak
     while count < most and cache.fits(demand):
         count += 1
-        demand += peak
+        demand += decoding
     return count
 
 
@@ -185,6 +190,11 @@ def _step_bytes(spec: ModelSpec, scheduler: SchedulerConfig) -> int:
     return tokens * (inner + 6 * spec.hidden) * 4 + logits
 
 
+def _table_bytes(context_tokens: int, cache: CacheConfig, scheduler: SchedulerConfig) -> int:
+    """The page tables of both kinds: an int32 for each page of each slot."""
+    return len(PageKind) * scheduler.max_sequences * -(-context_tokens // cache.page_tokens) * 4
+
+
 def _gather_share(spec: ModelSpec, dtype: torch.dtype) -> float:
     """Bytes that a step holds for one layer's attention, per byte of KV: the keys and values of all rows gathered and
     padded to at most twice their length, and two copies of fp32 scores."""
@@ -194,11 +204,21 @@ def _gather_share(spec: ModelSpec, dtype: torch.dtype) -> float:
     return max(held) / kept if full else 0.0
 
 
-def _read_number(path: str) -> int | None:
+def _read_number(path: Path) -> int | None:
+    """None if there is no such file, or it says "max"."""
     try:
-        return int(Path(path).read_text())
+        return int(path.read_text())
     except (OSError, ValueError):
         return None
+
+
+def _read_statistic(path: Path, name: str) -> int:
+    """One entry of a file of "name number" lines, 0 if there is none."""
+    try:
+        entries = dict(line.split() for line in path.read_text().splitlines())
+        return int(entries.get(name, 0))
+    except (OSError, ValueError):
+        return 0
 
 
 def _size(count: int) -> str:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from server.errors import StartupError
+from server.model.json_file import read_json_object
 from server.request import SamplingDefaults
 
 _RANGES = {
@@ -51,6 +52,8 @@ def read_generation_config(
         value = merged.get(name)
         if value is None:
             continue
+        if name == "top_k" and value == -1:
+            value = 0  # vLLM's word for no limit
         if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
             raise StartupError(f"generation config: {name} is {value!r}, expected a number from {low:g} to {high:g}")
         if name == "top_k" and not isinstance(value, int):
@@ -78,15 +81,7 @@ def _parse_override(override: str | None) -> Mapping[str, Any]:
 
 def _read(folder: Path) -> Mapping[str, Any]:
     path = folder / "generation_config.json"
-    if not path.is_file():
-        return {}
-    try:
-        parsed = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise StartupError(f"{path} cannot be read: {error}") from None
-    if not isinstance(parsed, dict):
-        raise StartupError(f"{path} is not a JSON object")
-    return parsed
+    return read_json_object(path) if path.is_file() else {}
 
 
 def _ids(config: Mapping[str, Any]) -> frozenset[int]:

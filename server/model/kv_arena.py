@@ -8,14 +8,9 @@ from torch import Tensor
 
 from kernels.interface import PagedKV
 from server.config import KVLayout
-from server.model.kv_layout import page_byte_sizes as _page_byte_sizes
+from server.model.kv_layout import page_byte_sizes
 from server.model.spec import LayerSpec, ModelSpec
 from server.step import PageId, PageKind
-
-
-def page_byte_sizes(spec: ModelSpec, page_tokens: int, dtype: torch.dtype) -> tuple[int, int]:
-    """Bytes of a full and of a window page, see `kv_layout.page_byte_sizes`."""
-    return _page_byte_sizes(spec, page_tokens, dtype.itemsize)
 
 
 def _zeros(size: int, device: torch.device) -> Tensor:

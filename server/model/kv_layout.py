@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from server.model.spec import ModelSpec
+
+if TYPE_CHECKING:
+    import torch
 
 _SMALLEST_PAGE_BYTES = 64
 _MAX_PAGES_PER_SLAB = 256
 _ACCEPTED_WASTE = 0.01
 
 
-def page_byte_sizes(spec: ModelSpec, page_tokens: int, dtype_bytes: int) -> tuple[int, int]:
+def page_byte_sizes(spec: ModelSpec, page_tokens: int, dtype: torch.dtype) -> tuple[int, int]:
     """Bytes of a full page and of a window page; the latter is 0 without window and MTP layers.
 
     The full index is the authority for every sequence, so a full page has an id and some bytes even in a model
     without full layers.
     """
-    full = spec.kv_elements_per_token(window=False) * page_tokens * dtype_bytes
-    window = spec.kv_elements_per_token(window=True) * page_tokens * dtype_bytes
+    full = spec.kv_elements_per_token(window=False) * page_tokens * dtype.itemsize
+    window = spec.kv_elements_per_token(window=True) * page_tokens * dtype.itemsize
     return max(full, _SMALLEST_PAGE_BYTES), window
 
 

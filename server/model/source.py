@@ -9,7 +9,6 @@ from __future__ import annotations
 import difflib
 import hashlib
 import importlib.util
-import json
 import os
 import re
 import sys
@@ -22,9 +21,9 @@ from typing import Literal
 from tqdm import tqdm
 
 from server.errors import StartupError
+from server.model.safetensors_files import read_header, refuse_pointer, weight_files
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
-SHARD = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.safetensors")
 HUB_FILES = ("*.safetensors", "*.json", "*.jinja", "*.model", "tokenizer*", "vocab*", "merges.txt")
 HUB_FILES_NOT_NEEDED = ("original/*", "metal/*", "onnx/*", "consolidated*")
 COPY_CHUNK_BYTES = 4 * 1024 * 1024
@@ -34,17 +33,11 @@ NAMES_SHOWN = 5
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSource:
     """Where the model is. path is the folder of an "hf" model and the file of a "gguf" one; name is what clients call
-    it unless told otherwise; weights are the files to load, others what lies beside them (config, tokenizer, ...)."""
+    it unless told otherwise."""
 
     kind: Literal["hf", "gguf"]
     path: Path
     name: str
-    weights: tuple[Path, ...]
-    others: tuple[Path, ...] = ()
-
-    @property
-    def folder(self) -> Path:
-        return self.path if self.kind == "hf" else self.path.parent
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,7 +133,7 @@ def file_model(path: Path) -> ModelSource:
     if path.suffix != ".gguf":
         raise StartupError(f"{path} is a file but not a .gguf one; for safetensors give the folder that holds them")
     check_gguf(path)
-    return ModelSource(kind="gguf", path=path, name=path.stem, weights=(path,))
+    return ModelSource(kind="gguf", path=path, name=path.stem)
 
 
 def folder_model(folder: Path, *, name: str, needs_tokenizer: bool) -> ModelSource:
@@ -148,8 +141,8 @@ def folder_model(folder: Path, *, name: str, needs_tokenizer: bool) -> ModelSour
     if "config.json" not in names:
         return gguf_in_folder(folder, name, names)
     missing = ["tokenizer.json"] if needs_tokenizer and "tokenizer.json" not in names else []
-    weights = weight_names(folder, names)
-    missing += [weight for weight in weights if not (folder / weight).is_file()]
+    weights = weight_files(folder)
+    missing += [weight.name for weight in weights if not weight.is_file()]
     if not weights:
         others = sorted(known for known in names if known.endswith((".bin", ".pt", ".pth")))
         hint = f" (only {some_names(others)}, which can run code when loaded; convert them)" if others else ""
@@ -157,14 +150,8 @@ def folder_model(folder: Path, *, name: str, needs_tokenizer: bool) -> ModelSour
     if missing:
         raise StartupError(f"Folder {folder} is incomplete, missing: {some_names(missing)}")
     for weight in weights:
-        check_safetensors(folder / weight)
-    return ModelSource(
-        kind="hf",
-        path=folder,
-        name=name,
-        weights=tuple(folder / weight for weight in weights),
-        others=tuple(folder / other for other in sorted(names - set(weights))),
-    )
+        read_header(weight)  # a file that was cut short is refused
+    return ModelSource(kind="hf", path=folder, name=name)
 
 
 def gguf_in_folder(folder: Path, name: str, names: set[str]) -> ModelSource:
@@ -172,45 +159,11 @@ def gguf_in_folder(folder: Path, name: str, names: set[str]) -> ModelSource:
     if len(found) == 1:
         path = folder / found[0]
         check_gguf(path)
-        others = tuple(folder / other for other in sorted(names - {found[0]}))
-        return ModelSource(kind="gguf", path=path, name=name, weights=(path,), others=others)
+        return ModelSource(kind="gguf", path=path, name=name)
     if found:
         raise StartupError(f"Folder {folder} holds several GGUF files ({some_names(found)}); give the path of one")
     held = some_names(sorted(names)) or "no files"
     raise StartupError(f"Folder {folder} has no config.json and no .gguf file, so it is no model (it holds {held})")
-
-
-def weight_names(folder: Path, names: set[str]) -> list[str]:
-    """The weight files that must be there: what the index says, or all shards of the series that was begun."""
-    if "model.safetensors.index.json" in names:
-        return index_names(folder / "model.safetensors.index.json")
-    if "model.safetensors" in names:
-        return ["model.safetensors"]
-    wanted: set[str] = set()
-    for known in names:
-        if known.endswith(".safetensors") and not known.startswith("consolidated"):
-            wanted.add(known)
-            if shard := SHARD.fullmatch(known):
-                count = int(shard["count"])
-                wanted |= {f"{shard['stem']}-{n:05}-of-{count:05}.safetensors" for n in range(1, count + 1)}
-    return sorted(wanted)
-
-
-def index_names(index: Path) -> list[str]:
-    try:
-        shard_of_tensor = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        names = sorted(set(shard_of_tensor.values()))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise StartupError(f"{index} is not an index of weights ({type(error).__name__}: {error})") from None
-    for name in names:
-        if Path(name).name != name:
-            raise StartupError(f"{index} names a file outside its folder: {name}")
-    return names
-
-
-def check_not_pointer(path: Path, start: bytes) -> None:
-    if start.startswith(b"version "):
-        raise StartupError(f"{path} is a Git LFS pointer, not the file itself; fetch it with: git lfs pull")
 
 
 def check_gguf(path: Path) -> None:
@@ -219,35 +172,9 @@ def check_gguf(path: Path) -> None:
             start = file.read(8)
     except OSError as error:
         raise StartupError(f"{path} cannot be read: {error.strerror}") from None
-    check_not_pointer(path, start)
+    refuse_pointer(path, start)
     if not start.startswith(b"GGUF"):
         raise StartupError(f"{path} is not a GGUF file (it starts with {start[:4]!r})")
-
-
-def check_safetensors(path: Path) -> None:
-    """The header is whole and the file as long as it says; a download that was cut short fails here.
-
-    Layout: header length as 8 bytes, little-endian, the JSON header, then the data that its offsets count from.
-    """
-    try:
-        size_bytes = path.stat().st_size
-        with path.open("rb") as file:
-            start = file.read(8)
-            check_not_pointer(path, start)
-            header_bytes = int.from_bytes(start, "little")
-            if len(start) < 8 or header_bytes > size_bytes - 8:
-                raise StartupError(f"{path} is cut short or no safetensors file ({size_bytes} bytes)")
-            header = json.loads(file.read(header_bytes))
-            data_bytes = max(
-                (each["data_offsets"][1] for key, each in header.items() if key != "__metadata__"), default=0
-            )
-    except OSError as error:
-        raise StartupError(f"{path} cannot be read: {error.strerror}") from None
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError):
-        raise StartupError(f"{path} has no valid safetensors header") from None
-    expected = 8 + header_bytes + data_bytes
-    if size_bytes != expected:
-        raise StartupError(f"{path} has {size_bytes} bytes where its header says {expected}: fetch it again")
 
 
 def fetch_from_hub(hub_id: str, revision: str | None) -> str:
@@ -299,7 +226,7 @@ def packaged_model(name: str, model: PackagedModel, models_folder: Path) -> Mode
         parts = locate_parts(name, model)
         path = parts[0] if len(parts) == 1 else assemble(name, model, parts, joined)
     check_gguf(path)
-    return ModelSource(kind="gguf", path=path, name=name, weights=(path,))
+    return ModelSource(kind="gguf", path=path, name=name)
 
 
 def locate_parts(name: str, model: PackagedModel) -> list[Path]:

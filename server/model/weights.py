@@ -7,7 +7,7 @@ final dtype and filled part by part from the mapped checkpoint, so there are nev
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -82,7 +82,7 @@ class MTPWeights:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Weights:
-    """embedding and head [N, M], one tensor when tied. Norm weights have spec.norm_offset added, in fp32 if not 0."""
+    """embedding and head [N, M], one tensor when tied. Norm weights are fp32 and have spec.norm_offset added."""
 
     embedding: Tensor
     layers: tuple[LayerWeights, ...]
@@ -109,13 +109,13 @@ def weight_bytes(spec: ModelSpec, dtype: torch.dtype) -> int:
     """Memory that the loaded weights take, computed without reading any."""
     total = 0
     for name, shape in tensor_shapes(spec).items():
-        total += math.prod(shape) * _stored_dtype(name, spec, dtype).itemsize
+        total += math.prod(shape) * _stored_dtype(name, dtype).itemsize
     for layer in (*spec.layers, *spec.mtp_layers):
         attention = layer.attention
         if attention.qk_norm:
             # Stored once per head, not once per layer.
             extra_rows = attention.heads + attention.kv_heads - 2
-            total += extra_rows * attention.head_dim * _stored_dtype("q_norm", spec, dtype).itemsize
+            total += extra_rows * attention.head_dim * _stored_dtype("q_norm", dtype).itemsize
     return total
 
 
@@ -155,13 +155,11 @@ def _qkv_rows(attention: AttentionSpec) -> dict[str, int]:
     }
 
 
-def _stored_dtype(name: str, spec: ModelSpec, dtype: torch.dtype) -> torch.dtype:
-    """Router, its bias and sinks steer a softmax or a choice: fp32. So do norms with an offset, as 1 + w in bf16 would
-    lose w's low bits."""
+def _stored_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
+    """Router, its bias and sinks steer a softmax or a choice: fp32. So are norms, which cost little: where 1 is added
+    to w, by us or in the file, bf16 would lose w's low bits."""
     part = name.rsplit(".", 1)[-1]
-    if part in ("router", "router_bias", "sinks") or (spec.norm_offset and part.endswith("norm")):
-        return torch.float32
-    return dtype
+    return torch.float32 if part in ("router", "router_bias", "sinks") or part.endswith("norm") else dtype
 
 
 def load_weights(
@@ -276,7 +274,7 @@ class _Loader:
     def _matrix(self, *parts: str) -> Tensor:
         """One tensor, or several joined along their rows."""
         rows = sum(self.shapes[part][0] for part in parts)
-        dtype = _stored_dtype(parts[0], self.spec, self.dtype)
+        dtype = _stored_dtype(parts[0], self.dtype)
         joined = torch.empty(rows, *self.shapes[parts[0]][1:], dtype=dtype, device=self.device)
         start = 0
         for part in parts:
@@ -319,22 +317,3 @@ class _Loader:
             expected, found = self.shapes[canonical], self.checkpoint.tensors[name].shape
             if expected != found:
                 raise StartupError(f"tensor {name} has shape {list(found)}, expected {list(expected)}")
-
-
-def weight_tensors(weights: Weights) -> Mapping[str, Tensor]:
-    """For tests and memory reports: every distinct tensor by a readable path."""
-    found: dict[str, Tensor] = {}
-
-    def visit(path: str, value: object) -> None:
-        if isinstance(value, Tensor):
-            if not any(value is seen for seen in found.values()):
-                found[path] = value
-        elif isinstance(value, tuple):
-            for index, entry in enumerate(value):
-                visit(f"{path}.{index}", entry)
-        elif value is not None:
-            for name in type(value).__dataclass_fields__:  # type: ignore[attr-defined]
-                visit(f"{path}.{name}" if path else name, getattr(value, name))
-
-    visit("", weights)
-    return found

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import gguf
+import numpy as np
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
@@ -134,3 +137,35 @@ def load_folder(
     config = json.loads((folder / "config.json").read_text())
     spec = spec_from_config(config, mtp_layers=count_mtp_layers(checkpoint.tensors), window_keys=window_keys)
     return spec, load_weights(spec, checkpoint, dtype)
+
+
+def distinct_tensors(weights: Weights) -> list[Tensor]:
+    """Every tensor of loaded weights once, though two places may share it."""
+    found: dict[int, Tensor] = {}
+
+    def visit(value: object) -> None:
+        if isinstance(value, Tensor):
+            found[id(value)] = value
+        elif isinstance(value, tuple):
+            for entry in value:
+                visit(entry)
+        elif value is not None:
+            for name in type(value).__dataclass_fields__:  # type: ignore[attr-defined]
+                visit(getattr(value, name))
+
+    visit(weights)
+    return list(found.values())
+
+
+def write_gguf(path: Path, architecture: str, metadata: Mapping[str, int | float], tensors: Mapping[str, Any]) -> None:
+    """A GGUF file of fp32 tensors (numpy or torch); the metadata's keys stand below the architecture's name."""
+    writer = gguf.GGUFWriter(path, architecture)
+    for name, value in metadata.items():
+        add = writer.add_uint32 if isinstance(value, int) else writer.add_float32
+        add(f"{architecture}.{name}", value)
+    for name, values in tensors.items():
+        writer.add_tensor(name, np.ascontiguousarray(values, dtype=np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()

@@ -14,8 +14,8 @@ from kernels.reference import ReferenceKernels
 from server.config import KVLayout
 from server.model.batch import Batch
 from server.model.decoder import Decoder
-from server.model.kv_arena import KVArena, page_byte_sizes
-from server.model.kv_layout import choose_slab_bytes
+from server.model.kv_arena import KVArena
+from server.model.kv_layout import choose_slab_bytes, page_byte_sizes
 from server.model.spec import ModelSpec
 from server.model.weights import Weights
 from server.step import PageId, PageKind

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
+from math import inf, nan
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -157,6 +159,11 @@ def test_mimo_flash_in_both_spellings() -> None:
     assert spec_from_config(converted, mtp_layers=3) == published
 
 
+@pytest.mark.parametrize("absent", ["sliding_window", "sliding_window_size"])
+def test_xiaomis_window_counts_earlier_positions_under_either_name(absent: str) -> None:
+    assert spec_from_config(without(FLASH, absent)).layers[1].attention.window_keys == 129
+
+
 def test_kv_sizes_of_the_published_models() -> None:
     """MiMo-V2-Flash: 23,040 bytes of full K/V a token, 199,680 of window K/V, 15,360 of MTP K/V, in bf16."""
     spec = spec_from_config(FLASH, mtp_layers=3)
@@ -217,11 +224,40 @@ def test_window_keys_must_make_sense() -> None:
 @pytest.mark.parametrize("config", [LLAMA, GEMMA, PRO_CONFIG, FLASH], ids=["llama", "gemma3", "pro", "flash"])
 def test_any_wrong_value_is_a_startup_error(config: dict[str, Any]) -> None:
     for name in config:
-        for value in (None, "x", -1, 0.5, [], [1], {}, {"a": 1}, True):
+        for value in (None, "x", -1, 0.5, [], [1], {}, {"a": 1}, True, inf, -inf, nan, 1e300, 10**400):
             try:
                 spec_from_config({**config, name: value})
             except StartupError as error:
                 assert "\n" not in str(error)  # noqa: PT017
+
+
+@pytest.mark.parametrize("value", ["Infinity", "-Infinity", "NaN", "1e999", "1" + "0" * 400])
+@pytest.mark.parametrize(
+    ("config", "name"),
+    [
+        (LLAMA, "hidden_size"),
+        (LLAMA, "rope_theta"),
+        (LLAMA, "max_position_embeddings"),
+        (GEMMA["text_config"], "sliding_window"),
+        (GEMMA["text_config"], "query_pre_attn_scalar"),
+        (PRO_CONFIG, "partial_rotary_factor"),
+        (PRO_CONFIG, "attention_value_scale"),
+        (PRO_CONFIG, "routed_scaling_factor"),
+    ],
+)
+def test_a_number_that_is_none_is_named(config: dict[str, Any], name: str, value: str) -> None:
+    """JSON as Python reads it knows NaN and Infinity, and 1e999 is infinite too."""
+    with pytest.raises(StartupError, match=rf"config\.json: {name} is '.*', expected a ") as caught:
+        spec_from_config({**config, name: json.loads(value)})
+    assert "\n" not in str(caught.value)
+    section = {"rope_type": "linear", "factor": json.loads(value)}
+    with pytest.raises(StartupError, match=r"config\.json: rope_scaling: factor is"):
+        spec_from_config({**LLAMA, "rope_scaling": section})
+
+
+def test_more_than_the_whole_head_cannot_be_rotated() -> None:
+    with pytest.raises(StartupError, match=r"partial_rotary_factor is 1\.5, expected at most 1"):
+        spec_from_config({**PRO_CONFIG, "partial_rotary_factor": 1.5})
 
 
 def gguf(architecture: str, **metadata: Any) -> Any:

@@ -50,6 +50,13 @@ def test_another_folder_and_an_override_win_in_this_order(
     assert found.sampling == SamplingDefaults(temperature=0.7, min_p=0.1)
 
 
+def test_top_k_of_minus_1_is_no_limit(folder: Path) -> None:
+    (folder / "generation_config.json").write_text('{"top_k": -1}')
+    assert read(folder).sampling.top_k == 0
+    assert read(folder, override='{"top_k": 3}').sampling.top_k == 3
+    assert read(folder, override='{"top_k": -1}').sampling.top_k == 0
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [
@@ -61,6 +68,10 @@ def test_another_folder_and_an_override_win_in_this_order(
         ({"override": '{"temperature": "hot"}'}, "temperature is 'hot'"),
         ({"override": '{"top_p": true}'}, "top_p is True"),
         ({"override": '{"top_k": 2.5}'}, "top_k is 2.5"),
+        ({"override": '{"top_k": -2}'}, "top_k is -2"),
+        ({"override": '{"temperature": -1}'}, "temperature is -1"),
+        ({"override": '{"temperature": NaN}'}, "temperature is nan"),
+        ({"override": '{"top_k": Infinity}'}, "top_k is inf"),
     ],
 )
 def test_what_makes_no_sense_is_said(folder: Path, options: dict[str, Any], said: str) -> None:
@@ -71,4 +82,10 @@ def test_what_makes_no_sense_is_said(folder: Path, options: dict[str, Any], said
 def test_a_broken_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "generation_config.json").write_text("{")
     with pytest.raises(StartupError, match=r"generation_config\.json cannot be read"):
+        read(tmp_path)
+
+
+def test_a_file_that_is_no_object_is_named(tmp_path: Path) -> None:
+    (tmp_path / "generation_config.json").write_text("[]")
+    with pytest.raises(StartupError, match=r"generation_config\.json is not a JSON object"):
         read(tmp_path)

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from server.config import KVLayout
 from server.model.families import spec_from_config
-from server.model.kv_arena import KVArena, page_byte_sizes
-from server.model.kv_layout import choose_slab_bytes
+from server.model.kv_arena import KVArena
+from server.model.kv_layout import choose_slab_bytes, page_byte_sizes
 from server.model.spec import ModelSpec
 from server.step import PageId, PageKind
 from tests.model.checkpoints import PRO_CONFIG

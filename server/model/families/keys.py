@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 from server.errors import StartupError
 
 _REQUIRED: Any = object()
+_MAX_INTEGER = 2**31 - 1
 T = TypeVar("T")
 
 
@@ -43,7 +45,7 @@ class Keys:
         if not isinstance(found, tuple):
             return int(found)
         name, value = found
-        if isinstance(value, bool) or not isinstance(value, int | float) or value != int(value) or value < minimum:
+        if not _is_finite(value) or value != int(value) or not minimum <= value <= _MAX_INTEGER:
             raise self.wrong(name, f"a whole number of at least {minimum}")
         return int(value)
 
@@ -52,7 +54,7 @@ class Keys:
         if not isinstance(found, tuple):
             return float(found)
         name, value = found
-        if isinstance(value, bool) or not isinstance(value, int | float) or (positive and not value > 0):
+        if not _is_finite(value) or (positive and not value > 0):
             raise self.wrong(name, "a positive number" if positive else "a number")
         return float(value)
 
@@ -111,6 +113,11 @@ class Keys:
         value = self.values.get(name)
         if value is not None and value not in harmless:
             raise StartupError(f"{self.where}: {name} = {str(value)[:80]!r} is not supported")
+
+
+def _is_finite(value: Any) -> bool:
+    """Whether a value is a number that a float can hold; JSON as Python reads it also knows NaN and Infinity."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
 def read_dtype(keys: Keys) -> str:

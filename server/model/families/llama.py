@@ -93,6 +93,11 @@ def parse_gguf(keys: Keys, file: GGUFFile) -> ModelSpec:
 
 def _gguf_rope(keys: Keys, file: GGUFFile, head_dim: int) -> RopeSpec:
     rotary_dim = keys.integer("llama.rope.dimension_count", default=head_dim)
+    if rotary_dim != head_dim:
+        raise StartupError(
+            f"{keys.where}: llama.rope.dimension_count is {rotary_dim} where heads have {head_dim} dimensions; "
+            "heads that are rotated in part are not supported for llama files"
+        )
     theta = keys.number("llama.rope.freq_base", default=1e4)
     kind = keys.choice("llama.rope.scaling.type", allowed={"none": "none", "linear": "linear"}, default="none")
     linear = keys.number("llama.rope.scaling.factor") if kind == "linear" else 1.0

@@ -131,6 +131,8 @@ def _attention(keys: Keys, *, window_keys: int | None) -> AttentionSpec:
     factor = (scaling if scaling and scaling.has("partial_rotary_factor") else keys).number(
         "partial_rotary_factor", default=1.0
     )
+    if factor > 1.0:
+        raise StartupError(f"{keys.where}: partial_rotary_factor is {factor:g}, expected at most 1")
     sinks = f"add_{'swa' if is_window else 'full'}_attention_sink_bias"
     return AttentionSpec(
         heads=integer("num_attention_heads"),
