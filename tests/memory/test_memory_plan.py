@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -8,7 +10,7 @@ import torch
 
 from server.config import CacheConfig, SchedulerConfig
 from server.errors import StartupError
-from server.memory_plan import MAX_CPU_KV_BYTES, MemoryPlan, plan_memory
+from server.memory_plan import MAX_CPU_KV_BYTES, MemoryPlan, available_bytes, plan_memory
 from server.model.families import spec_from_config
 from server.model.spec import ModelSpec
 from tests.model.checkpoints import PRO_CONFIG
@@ -119,3 +121,63 @@ def test_the_table_names_every_share(tiny: ModelSpec) -> None:
     assert "window of 129 keys" in table
     without = replace(tiny, layers=tiny.layers[:1], mtp_layers=())
     assert "none: every layer is full attention" in plan(without, 2**30).table("m")
+
+
+GATHERED = (2 * 640 + 2 * 4 * 16) / (3 * 640)
+"""Of the tiny model, in bf16: 3 full layers of 640 bytes of K/V a token, one of which is gathered and padded to twice
+its length, and two fp32 scores for each of 16 heads."""
+
+
+def test_work_space_grows_with_the_kv_that_a_step_gathers(tiny: ModelSpec) -> None:
+    small, large = (plan(tiny, 2**30, cache=CacheConfig(kv_bytes=size * 2**20)) for size in (16, 128))
+    assert large.work_bytes - small.work_bytes == pytest.approx(GATHERED * (large.kv_bytes - small.kv_bytes), abs=2)
+
+
+def test_what_is_gathered_is_left_free_and_nothing_else(tiny: ModelSpec) -> None:
+    available = 200 * 2**20
+    made = plan(tiny, available, device="cuda", scheduler=SchedulerConfig(max_sequences=4096))
+    taken = made.weight_bytes + made.work_bytes + made.kv_bytes
+    assert available * 0.9 - 2 * made.layout.slab_bytes < taken <= available * 0.9
+
+
+def test_the_page_tables_of_both_kinds_are_work_space(tiny: ModelSpec) -> None:
+    """64 slots, a page of 16 tokens, 4 bytes an entry, two kinds: 2,048 tokens more are 64 KiB more."""
+    cache = CacheConfig(kv_bytes=64 * 2**20)
+    short, long = (plan(tiny, 2**30, cache=cache, max_model_tokens=tokens) for tokens in (2048, 4096))
+    assert long.work_bytes - short.work_bytes == 64 * 2 * (2048 // 16) * 4
+
+
+def test_what_fits_at_once_is_one_prefill_and_others_that_decode(tiny: ModelSpec) -> None:
+    """2,048 tokens are 128 full pages of 30,720 bytes; of window pages, of 81,920 bytes, a chunk of 512 tokens behind
+    a window of 128 touches at most 41, a decoding sequence 9."""
+    prefilling, decoding = 128 * 30_720 + 41 * 81_920, 128 * 30_720 + 9 * 81_920
+    for others in (0, 1, 9, 30):
+        cache = CacheConfig(kv_bytes=prefilling + others * decoding + decoding // 2)
+        made = plan(tiny, 2**30, cache=cache, max_model_tokens=2048)
+        assert (made.layout.full_page_bytes, made.layout.window_page_bytes) == (30_720, 81_920)
+        assert made.full_context_sequences == 1 + others
+
+
+G = 2**30
+
+
+@pytest.mark.parametrize(
+    ("files", "available"),
+    [
+        ({}, 64 * G),
+        ({"max": "max\n", "current": f"{13 * G}\n"}, 64 * G),
+        ({"max": f"{100 * G}\n", "current": f"{13 * G}\n"}, 64 * G),
+        ({"max": f"{16 * G}\n", "current": f"{13 * G}\n"}, 3 * G),
+        ({"max": f"{16 * G}\n", "current": f"{17 * G}\n"}, 0),
+        ({"max": f"{16 * G}\n", "current": f"{13 * G}\n", "stat": f"anon {G}\ninactive_file {12 * G}\n"}, 15 * G),
+        ({"max": f"{16 * G}\n", "current": f"{13 * G}\n", "stat": f"active_file {12 * G}\n"}, 3 * G),
+        ({"max": f"{16 * G}\n", "current": f"{13 * G}\n", "stat": "what is this"}, 3 * G),
+    ],
+)
+def test_a_control_groups_limit_holds_but_files_that_were_read_do_not_count(
+    files: dict[str, str], available: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=64 * G))
+    for name, content in files.items():
+        (tmp_path / f"memory.{name}").write_text(content)
+    assert available_bytes(torch.device("cpu"), tmp_path) == available
