@@ -255,6 +255,7 @@ class FakeEngine:
         self.max_requests = max_requests
         self.state = EngineState.READY
         self.idle_s = 0.0
+        self.waiting = 0
         self.fail_after: int | None = None
         self.fail_with: TwinpaneError = EngineFailed("cause that must not leak: /secret/path.py line 3")
         self.submit_error: BaseException | None = None
@@ -313,7 +314,7 @@ class FakeEngine:
         self._note_idle()
 
     def health(self) -> EngineHealth:
-        return EngineHealth(state=self.state, running=len(self._live), waiting=0, idle_s=self.idle_s)
+        return EngineHealth(state=self.state, running=len(self._live), waiting=self.waiting, idle_s=self.idle_s)
 
     def begin_drain(self) -> None:
         if self.state is EngineState.READY:

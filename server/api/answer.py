@@ -12,17 +12,18 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Protocol, Self
 
+from server.api import limits
 from server.api.body import ClientGone
 from server.api.call import Call, Headers
 from server.api.context import ApiContext
-from server.api.errors import WireError, wire_error
+from server.api.errors import HttpRefusal, WireError, wire_error
 from server.api.events import CountedOutput, Endings, EventChannel
+from server.api.logprobs import Report
 from server.api.parse_sampling import Generation
 from server.errors import BadRequest
 from server.request import (
     ChoiceFinished,
     GenerationRequest,
-    LogprobEntry,
     OutputStream,
     RequestId,
     StopRules,
@@ -48,7 +49,7 @@ class Job:
     """
 
     def __init__(self, ctx: ApiContext, call: Call, generation: Generation, *, prompts: int = 1) -> None:
-        self.channel = EventChannel()
+        self.channel = EventChannel(max_bytes=limits.MAX_BACKLOG_BYTES, on_overflow=self.cancel)
         self.choices = prompts * generation.n
         self.endings = Endings(choices=self.choices, metrics=ctx.metrics, request_id=call.request_id)
         self.prompt_tokens = 0
@@ -129,13 +130,24 @@ class Job:
 # --- as a whole ---------------------------------------------------------------------------------------------------
 
 
+PIECE_BYTES = 64
+"""What a piece of text costs beside its characters."""
+
+
 @dataclass(slots=True)
 class Collected:
     """All that a choice said. Owner: `collect` until it returns."""
 
+    report: Report
     texts: list[str] = field(default_factory=list)
-    logprobs: list[LogprobEntry] = field(default_factory=list)
     finish: ChoiceFinished | None = None
+
+    def add(self, event: TextDelta) -> int:
+        """Take more of the choice; how many bytes it was."""
+        before = self.report.size_bytes
+        self.texts.append(event.text)
+        self.report.add(event.text, event.logprobs)
+        return self.report.size_bytes - before + len(event.text) + PIECE_BYTES
 
     @property
     def text(self) -> str:
@@ -146,24 +158,35 @@ class Collected:
         return self.finish.output_tokens if self.finish else 0
 
 
-async def collect(call: Call, job: Job) -> list[Collected]:
-    """Every choice to its end; raises the error that ended the call, or ClientGone."""
-    choices = [Collected() for _ in range(job.choices)]
+async def collect(call: Call, job: Job, make_report: Callable[[], Report]) -> list[Collected]:
+    """Every choice to its end; raises the error that ended the call, or ClientGone.
+
+    How large an answer gets is not known before its end, so it is bounded while it grows.
+    """
+    choices = [Collected(make_report()) for _ in range(job.choices)]
+    size_bytes = 0
     call.on_gone(job.leave)
     while not job.endings.finished:
-        events = await job.channel.take()
+        events = await job.channel.take(limits.EVENTS_PER_WRITE)
         if call.gone:
             raise ClientGone
         shown, error = job.endings.admit(events)
         for event in shown:
             collected = choices[event.choice]
             if isinstance(event, TextDelta):
-                collected.texts.append(event.text)
-                collected.logprobs.extend(event.logprobs)
+                size_bytes += collected.add(event)
             else:
                 collected.finish = event
         if error is not None:
             raise error
+        if size_bytes > limits.MAX_ANSWER_BYTES:
+            raise BadRequest(
+                f"The answer grew beyond {limits.MAX_ANSWER_BYTES} bytes. Ask for fewer choices, tokens or logprobs, "
+                "or set 'stream': true.",
+                code="answer_too_large",
+            )
+        if job.channel.more:
+            await asyncio.sleep(0)
     return choices
 
 
@@ -242,11 +265,12 @@ async def stream(call: Call, job: Job, shape: StreamShape, *, keep_alive_s: floa
 async def _write_events(call: Call, job: Job, shape: StreamShape, alive: KeepAlive) -> None:
     opening = shape.opening()
     while not call.gone:
-        shown, error = job.endings.admit(await job.channel.take())
+        shown, error = job.endings.admit(await job.channel.take(limits.EVENTS_PER_WRITE))
         parts = [shape.delta(event) if isinstance(event, TextDelta) else shape.finish(event) for event in shown]
         over = error is not None or job.endings.finished
         if error is not None:
-            logger.error("event=answer_failed request_id=%s error=%r", call.request_id, error)
+            level = logging.INFO if isinstance(error, HttpRefusal) else logging.ERROR
+            logger.log(level, "event=answer_failed request_id=%s error=%r", call.request_id, error)
             parts.append(error_event(wire_error(error, request_id=call.request_id)) + DONE)
         elif over:
             parts.append(shape.closing() + DONE)
@@ -260,3 +284,5 @@ async def _write_events(call: Call, job: Job, shape: StreamShape, alive: KeepAli
             alive.sent()
         if over:
             return
+        if job.channel.more:
+            await asyncio.sleep(0)  # a long backlog is written in several turns

@@ -2,34 +2,53 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Coroutine
-from typing import Any, TypeVar
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Protocol, TypeVar
 
 import orjson
 from starlette.exceptions import HTTPException
 from starlette.routing import Route, Router
 
+from server.api import limits
 from server.api.answer import Job, collect, stream
-from server.api.body import ClientGone, check_media_type, decode_object, read_body
+from server.api.body import (
+    Bodies,
+    BodyLease,
+    ClientGone,
+    announced_bytes,
+    check_media_type,
+    decode_object,
+    drop_body,
+    read_body,
+)
 from server.api.call import Call, ignored_header
 from server.api.chat import ChatStream, Head, StreamUsage, chat_completion
 from server.api.completions import CompletionStream, text_completion
 from server.api.context import ApiContext
-from server.api.errors import HttpRefusal, wire_error
+from server.api.errors import HttpRefusal, NotServed, wire_error
 from server.api.fields import Json
+from server.api.logprobs import ChatReport, LegacyReport, NoReport
 from server.api.parse_chat import parse_chat
 from server.api.parse_completion import CompletionRequest, parse_completion
 from server.api.parse_sampling import Border, Generation, model_name
-from server.errors import ModelNotFound, Overloaded, TooLong, TwinpaneError, Unavailable
+from server.errors import Overloaded, TooLong, TwinpaneError, Unavailable
 from server.request import EngineState
 
 logger = logging.getLogger("twinpane.api")
 T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
 
 AsgiApp = Callable[[Any, Callable[[], Awaitable[Any]], Callable[[Any], Awaitable[None]]], Awaitable[None]]
 Handler = Callable[[Call], Awaitable[None]]
+
+
+class Parse(Protocol[T_co]):
+    def __call__(self, body: Mapping[str, Json], *, border: Border) -> T_co: ...
+
 
 KNOWN_METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 COMPLETION_DEFAULT_TOKENS = 16
@@ -39,18 +58,22 @@ MAX_REMEMBERED_NAMES = 1024
 PROMETHEUS_TEXT = "text/plain; version=0.0.4; charset=utf-8"
 
 
-def build_app(ctx: ApiContext) -> AsgiApp:
+def build_app(ctx: ApiContext) -> Api:
     """The ASGI application of one server."""
     return Api(ctx)
 
 
 class Api:
-    """Owner of what the routes share: how many prompts are being tokenized, and which ignored fields were logged."""
+    """Owner of what the routes share: the bodies in memory, how many prompts are being tokenized, and which ignored
+    fields were logged."""
 
     def __init__(self, ctx: ApiContext) -> None:
         self._ctx = ctx
         self._encoding = 0
         self._logged_names: set[str] = set()
+        self._bodies = Bodies(max_bytes=limits.BODIES_IN_MEMORY * ctx.http.max_body_bytes)
+        # One thread: decoding holds the interpreter lock, so a second one would only make everybody wait longer.
+        self._parser = ThreadPoolExecutor(1, thread_name_prefix="parse")
         # Starlette matches paths and methods; what it would answer by itself (plain text) is raised instead.
         self._router = Router(
             [
@@ -92,6 +115,10 @@ class Api:
             if call.gone and not call.ended:
                 logger.info("event=client_gone request_id=%s route=%s", call.request_id, scope["handler"])
 
+    def begin_drain(self) -> None:
+        """Whoever is still sending a body is refused now; the engine refuses the rest."""
+        self._bodies.begin_drain()
+
     def _route(self, path: str, method: str, handler: Handler) -> Route:
         """A route whose handler gets the Call; HEAD is answered as GET without the body."""
         return Route(path, _Endpoint(path.replace(":path", ""), handler), methods=[method])
@@ -110,10 +137,11 @@ class Api:
     # --- generation ---
 
     async def _chat(self, call: Call) -> None:
-        body = await self._request_object(call)
-        request = parse_chat(body, border=self._border())
-        tokens = await self._encode(call, self._ctx.text.encode_chat(request.conversation))
+        with self._bodies.lease() as lease:
+            request = await self._parse(call, lease, parse_chat)
+            tokens = await self._encode(call, self._ctx.text.encode_chat(request.conversation))
         generation = request.generation
+        logprobs = generation.sampling.logprobs is not None
         with Job(self._ctx, call, generation) as job:
             job.submit(tokens, param="messages", default_tokens=self._ctx.engine.limits.context_tokens)
             head = self._head(f"chatcmpl-{call.request_id}")
@@ -122,16 +150,16 @@ class Api:
                 shape = ChatStream(head, choices=job.choices, stream_usage=_stream_usage(generation, job))
                 await stream(call, job, shape, keep_alive_s=self._ctx.http.sse_keep_alive_s, headers=headers)
                 return
-            choices = await collect(call, job)
-            logprobs = generation.sampling.logprobs is not None
-            answer = chat_completion(head, choices, prompt_tokens=job.prompt_tokens, logprobs=logprobs)
+            choices = await collect(call, job, ChatReport if logprobs else NoReport)
+            answer = chat_completion(head, choices, prompt_tokens=job.prompt_tokens)
             await call.respond(200, answer, headers)
 
     async def _completions(self, call: Call) -> None:
-        body = await self._request_object(call)
-        request = parse_completion(body, border=self._border())
-        prompts = await self._encode(call, self._encode_prompts(request))
+        with self._bodies.lease() as lease:
+            request = await self._parse(call, lease, parse_completion)
+            prompts = await self._encode(call, self._encode_prompts(request))
         generation = request.generation
+        logprobs = generation.sampling.logprobs is not None
         echoes = [
             prompt if request.echo and isinstance(prompt, str) else ""
             for prompt in request.prompts
@@ -143,25 +171,40 @@ class Api:
             head = self._head(f"cmpl-{call.request_id}")
             headers = self._ignored(generation)
             if generation.stream:
-                shape = CompletionStream(head, echoes=echoes, stream_usage=_stream_usage(generation, job))
+                shape = CompletionStream(
+                    head, echoes=echoes, logprobs=logprobs, stream_usage=_stream_usage(generation, job)
+                )
                 await stream(call, job, shape, keep_alive_s=self._ctx.http.sse_keep_alive_s, headers=headers)
                 return
-            choices = await collect(call, job)
-            logprobs = generation.sampling.logprobs is not None
-            answer = text_completion(head, choices, echoes=echoes, prompt_tokens=job.prompt_tokens, logprobs=logprobs)
+            choices = await collect(call, job, LegacyReport if logprobs else NoReport)
+            answer = text_completion(head, choices, echoes=echoes, prompt_tokens=job.prompt_tokens)
             await call.respond(200, answer, headers)
 
-    async def _request_object(self, call: Call) -> dict[str, Json]:
-        """The body as an object for a model that is served here, from a client that is being watched."""
+    async def _parse(self, call: Call, lease: BodyLease, parse: Parse[T]) -> T:
+        """The typed request for a model that is served here, from a client that is being watched."""
         check_media_type(call.headers)
-        raw = await read_body(call.receive, call.headers, max_bytes=self._ctx.http.max_body_bytes)
+        max_bytes = self._ctx.http.max_body_bytes
+        try:
+            self._check_open()
+        except Unavailable:
+            if b"expect" not in call.headers and announced_bytes(call.headers) <= max_bytes:
+                await drop_body(call.receive, max_bytes=max_bytes)
+            raise
+        raw = await read_body(call.receive, call.headers, max_bytes=max_bytes, lease=lease)
         call.watch()
         self._check_open()
-        body = decode_object(raw)
-        model = model_name(body)
-        if model not in self._ctx.model_names:
-            raise ModelNotFound(model[:256])
-        return body
+        border = self._border()
+
+        def typed() -> T:
+            body = decode_object(raw)
+            model = model_name(body)
+            if model not in self._ctx.model_names:
+                raise NotServed(model[:256], served=self._ctx.model_names)
+            return parse(body, border=border)
+
+        if len(raw) <= limits.LARGE_BODY_BYTES:
+            return typed()
+        return await call.unless_gone(_in_thread(self._parser, typed))
 
     def _check_open(self) -> None:
         """Refuse what the engine would refuse, before any work is done for it."""
@@ -169,7 +212,7 @@ class Api:
         if health.state is not EngineState.READY:
             raise _unavailable(health.state)
         limit = self._ctx.max_queued_requests
-        if limit is not None and health.waiting + self._encoding >= limit:
+        if limit is not None and health.waiting and health.waiting + self._encoding >= limit:
             raise Overloaded("The server is overloaded: its queue is full.", retry_after_s=RETRY_AFTER_OVERLOAD_S)
 
     async def _encode(self, call: Call, work: Coroutine[Any, Any, T]) -> T:
@@ -181,12 +224,15 @@ class Api:
             self._encoding -= 1
 
     async def _encode_prompts(self, request: CompletionRequest) -> list[tuple[int, ...]]:
-        return [
-            await self._ctx.text.encode_prompt(prompt, add_special_tokens=request.add_special_tokens)
-            if isinstance(prompt, str)
-            else prompt
-            for prompt in request.prompts
-        ]
+        tokens: list[tuple[int, ...]] = []
+        for prompt in request.prompts:
+            if isinstance(prompt, str):
+                encoded = await self._ctx.text.encode_prompt(prompt, add_special_tokens=request.add_special_tokens)
+                tokens.append(encoded)
+                await asyncio.sleep(0)  # a short prompt is encoded without a pause, but there may be many
+            else:
+                tokens.append(prompt)
+        return tokens
 
     def _border(self) -> Border:
         ctx = self._ctx
@@ -211,8 +257,9 @@ class Api:
         if not generation.ignored:
             return {}
         header = ignored_header(generation.ignored)
-        fresh = [name for name in generation.ignored if name not in self._logged_names]
-        if fresh and len(self._logged_names) < MAX_REMEMBERED_NAMES:
+        room = MAX_REMEMBERED_NAMES - len(self._logged_names)
+        fresh = [name[:64] for name in generation.ignored if name[:64] not in self._logged_names][:room]
+        if fresh:
             self._logged_names.update(fresh)
             logger.warning("event=ignored_params names=%s", header)
         return {"x-ignored-params": header}
@@ -228,7 +275,7 @@ class Api:
         if not name:
             raise HTTPException(404)
         if name not in self._ctx.model_names:
-            raise ModelNotFound(name[:256])
+            raise NotServed(name[:256], served=self._ctx.model_names)
         await call.respond(200, orjson.dumps(self._card(name)))
 
     def _card(self, name: str) -> dict[str, Any]:
@@ -269,6 +316,10 @@ class Api:
 
     async def _root(self, call: Call) -> None:
         await call.respond(200, b'{"server":"twinpane"}')
+
+
+async def _in_thread(executor: ThreadPoolExecutor, work: Callable[[], T]) -> T:
+    return await asyncio.get_running_loop().run_in_executor(executor, work)
 
 
 def _stream_usage(generation: Generation, job: Job) -> StreamUsage:

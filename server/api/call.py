@@ -11,13 +11,13 @@ from typing import Any, TypeVar
 
 from server.api.body import ClientGone
 from server.api.errors import CLIENT_GONE_STATUS, WireError
+from server.api.limits import MAX_SHOWN_NAMES
 from server.request import RequestId
 
 T = TypeVar("T")
 Headers = Mapping[str, str]
 
 MAX_REQUEST_ID_CHARACTERS = 128
-MAX_IGNORED_NAMES = 32
 
 _NOT_IN_ID = re.compile(r"[^A-Za-z0-9._:\-]")
 _NOT_IN_NAME = re.compile(r"[^A-Za-z0-9._\-]")
@@ -32,8 +32,8 @@ def request_id_of(given: bytes) -> str:
 
 def ignored_header(names: tuple[str, ...]) -> str:
     """Names of fields without effect, fit for a header whatever the client called them."""
-    shown = [_NOT_IN_NAME.sub("?", name[:64]) for name in names[:MAX_IGNORED_NAMES]]
-    if len(names) > MAX_IGNORED_NAMES:
+    shown = [_NOT_IN_NAME.sub("?", name[:64]) for name in names[:MAX_SHOWN_NAMES]]
+    if len(names) > MAX_SHOWN_NAMES:
         shown.append("...")
     return ", ".join(shown)
 

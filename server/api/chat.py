@@ -112,24 +112,24 @@ class ChatStream:
         return self._chunks.closing()
 
 
-def chat_completion(head: Head, choices: Sequence[Collected], *, prompt_tokens: int, logprobs: bool) -> bytes:
+def chat_completion(head: Head, choices: Sequence[Collected], *, prompt_tokens: int) -> bytes:
     """The whole answer as one object."""
     return orjson.dumps(
         {
             **head.fields("chat.completion"),
-            "choices": [_choice(i, collected, logprobs=logprobs) for i, collected in enumerate(choices)],
+            "choices": [_choice(i, collected) for i, collected in enumerate(choices)],
             "usage": usage(prompt_tokens=prompt_tokens, completion_tokens=sum(c.output_tokens for c in choices)),
         }
     )
 
 
-def _choice(index: int, collected: Collected, *, logprobs: bool) -> dict[str, Any]:
+def _choice(index: int, collected: Collected) -> dict[str, Any]:
     finish = collected.finish
     assert finish is not None, "a collected choice has ended"
     return {
         "index": index,
         "message": {"role": "assistant", "content": collected.text, "refusal": None},
-        "logprobs": {"content": chat_entries(collected.logprobs), "refusal": None} if logprobs else None,
+        "logprobs": collected.report.whole(),
         "finish_reason": finish.reason.value,
         "stop_reason": finish.matched,
     }

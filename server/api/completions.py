@@ -20,9 +20,10 @@ class CompletionStream:
     echoes: for each choice the prompt's text to say first, or "".
     """
 
-    def __init__(self, head: Head, *, echoes: Sequence[str], stream_usage: StreamUsage) -> None:
+    def __init__(self, head: Head, *, echoes: Sequence[str], logprobs: bool, stream_usage: StreamUsage) -> None:
         self._chunks = Chunks(head, "text_completion", choices=len(echoes), stream_usage=stream_usage)
         self._echoes = echoes
+        self._logprobs = logprobs
         self._offsets = [LegacyOffsets() for _ in echoes]
 
     def opening(self) -> bytes:
@@ -31,9 +32,10 @@ class CompletionStream:
     def delta(self, event: TextDelta) -> bytes:
         if not event.text and not event.logprobs:
             return b""
-        if not event.logprobs:
+        if not self._logprobs:
             return self._text(event.choice, event.text, b"null")
-        return self._text(event.choice, event.text, orjson.dumps(self._offsets[event.choice].entries(event.logprobs)))
+        lists = self._offsets[event.choice].entries(event.text, event.logprobs)
+        return self._text(event.choice, event.text, orjson.dumps(lists) if event.logprobs else b"null")
 
     def finish(self, event: ChoiceFinished) -> bytes:
         self._chunks.finished(event)
@@ -48,15 +50,13 @@ class CompletionStream:
         )
 
 
-def text_completion(
-    head: Head, choices: Sequence[Collected], *, echoes: Sequence[str], prompt_tokens: int, logprobs: bool
-) -> bytes:
+def text_completion(head: Head, choices: Sequence[Collected], *, echoes: Sequence[str], prompt_tokens: int) -> bytes:
     """The whole answer as one object."""
     return orjson.dumps(
         {
             **head.fields("text_completion"),
             "choices": [
-                _choice(i, collected, echo=echo, logprobs=logprobs)
+                _choice(i, collected, echo=echo)
                 for i, (collected, echo) in enumerate(zip(choices, echoes, strict=True))
             ],
             "usage": usage(prompt_tokens=prompt_tokens, completion_tokens=sum(c.output_tokens for c in choices)),
@@ -64,13 +64,13 @@ def text_completion(
     )
 
 
-def _choice(index: int, collected: Collected, *, echo: str, logprobs: bool) -> dict[str, Any]:
+def _choice(index: int, collected: Collected, *, echo: str) -> dict[str, Any]:
     finish = collected.finish
     assert finish is not None, "a collected choice has ended"
     return {
         "index": index,
         "text": echo + collected.text,
-        "logprobs": LegacyOffsets().entries(collected.logprobs) if logprobs else None,
+        "logprobs": collected.report.whole(),
         "finish_reason": finish.reason.value,
         "stop_reason": finish.matched,
     }

@@ -56,8 +56,9 @@ class ApiContext:
     """Everything a route may use.
 
     model_names: the served names; the first is the one that responses carry. root: where the weights came from, for
-    the model card. max_queued_requests: refuse before tokenizing beyond this many waiting requests (the engine's own
-    bound holds in any case). created_s: one constant Unix time for all model cards.
+    the model card. max_queued_requests: while requests wait in the engine, refuse before reading and tokenizing what
+    would wait behind this many (the engine's own bound holds in any case). created_s: one constant Unix time for all
+    model cards.
     """
 
     engine: Engine

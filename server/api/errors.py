@@ -6,7 +6,7 @@ Used for refusals before the response, for unknown routes and methods, and for t
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,6 +29,14 @@ class HttpRefusal(TwinpaneError):
         self.status = status
         self.code = code
         self.headers = dict(headers or {})
+
+
+class NotServed(ModelNotFound):
+    """An unknown model, with the names that are known."""
+
+    def __init__(self, model: str, *, served: Sequence[str]) -> None:
+        super().__init__(model)
+        self.args = (f"{self} Available: {', '.join(f'`{name}`' for name in served)}.",)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

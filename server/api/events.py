@@ -1,15 +1,17 @@
 """From the engine's synchronous events to a handler that awaits: one channel a call, one ending a call.
 
-The engine never waits for a client: `emit` appends to a list and wakes the handler. The list has no bound of its own;
-max_tokens bounds it.
+The engine never waits for a client: `emit` appends to a queue and wakes the handler. The queue is bounded in bytes: a
+client that reads too slowly loses its call, and nobody else notices.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Callable, Iterable
 
+from server.api.errors import HttpRefusal
 from server.errors import EngineFailed, TwinpaneError
 from server.metrics import Metrics
 from server.request import (
@@ -28,15 +30,27 @@ logger = logging.getLogger("twinpane.api")
 class EventChannel:
     """Events of all choices of one call, in the order the engine emitted them.
 
-    Owner: the handler of the call, on the event-loop thread.
+    Owner: the handler of the call, on the event-loop thread. on_overflow is called once, in a later turn of the loop,
+    when more than max_bytes wait: the last event is then the failure of the call, and later ones are dropped.
     """
 
-    def __init__(self) -> None:
-        self._events: list[Event] = []
+    def __init__(self, *, max_bytes: int, on_overflow: Callable[[], object]) -> None:
+        self._events: deque[Event] = deque()
         self._wake = asyncio.Event()
+        self._max_bytes = max_bytes
+        self._on_overflow = on_overflow
+        self._held_bytes = 0
+        self._overflowed = False
 
     def emit(self, event: Event) -> None:
         """Take an event; never blocks."""
+        if self._overflowed:
+            return
+        self._held_bytes += held_bytes(event)
+        if self._held_bytes > self._max_bytes:
+            self._overflowed = True
+            event = ChoiceFailed(choice=event.choice, error=_too_slow())
+            asyncio.get_running_loop().call_soon(self._on_overflow)
         self._events.append(event)
         self._wake.set()
 
@@ -44,12 +58,36 @@ class EventChannel:
         """Let the handler look up, though nothing came."""
         self._wake.set()
 
-    async def take(self) -> list[Event]:
-        """What came since the last call; empty if only `wake` was called."""
+    async def take(self, at_most: int) -> list[Event]:
+        """The next events; empty if only `wake` was called."""
         await self._wake.wait()
-        self._wake.clear()
-        events, self._events = self._events, []
+        if len(self._events) <= at_most:
+            self._wake.clear()
+        events = [self._events.popleft() for _ in range(min(at_most, len(self._events)))]
+        self._held_bytes -= sum(map(held_bytes, events))
         return events
+
+    @property
+    def more(self) -> bool:
+        return bool(self._events)
+
+
+EVENT_BYTES = 128
+ENTRY_BYTES = 128
+
+
+def held_bytes(event: Event) -> int:
+    """Memory that an event holds, roughly: the object, its text, and every reported log-probability."""
+    if not isinstance(event, TextDelta):
+        return EVENT_BYTES
+    reported = sum(1 + len(entry.top) for entry in event.logprobs) if event.logprobs else 0
+    return EVENT_BYTES + len(event.text) + ENTRY_BYTES * reported
+
+
+def _too_slow() -> HttpRefusal:
+    return HttpRefusal(
+        "The answer was cut off: it was read more slowly than it grew.", status=408, code="client_too_slow"
+    )
 
 
 class CountedOutput:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, NoReturn, TypeVar
 
+from server.api.limits import MAX_NAME_CHARACTERS
 from server.errors import BadRequest
 
 T = TypeVar("T")
@@ -121,6 +122,14 @@ def number(*, minimum: float = -math.inf, maximum: float = math.inf, above: floa
     return parse
 
 
+def name(value: Json, path: str) -> str:
+    """A name or an id: a string of moderate length."""
+    text = string(value, path)
+    if len(text) > MAX_NAME_CHARACTERS:
+        too_long(path, MAX_NAME_CHARACTERS)
+    return text
+
+
 def one_of(*choices: str) -> Parser[str]:
     def parse(value: Json, path: str) -> str:
         if string(value, path) not in choices:
@@ -160,9 +169,22 @@ def array(
             empty_array(path)
         if maximum is not None and len(value) > maximum:
             too_many(path, len(value), maximum)
-        return tuple(item(entry, f"{path}[{i}]") for i, entry in enumerate(value))
+        return elements(item, value, path)
 
     return parse
+
+
+def elements(item: Parser[T], values: list[Json], path: str) -> tuple[T, ...]:
+    """Every element of an array, parsed. Only the path of one that is refused is spelled out, by a second look."""
+    parsed: list[T] = []
+    try:
+        for entry in values:
+            parsed.append(item(entry, path))
+    except BadRequest:
+        i = len(parsed)
+        item(values[i], f"{path}[{i}]")
+        raise
+    return tuple(parsed)
 
 
 def empty_array(path: str) -> NoReturn:
@@ -188,6 +210,14 @@ def too_many(path: str, length: int, maximum: int) -> NoReturn:
     )
 
 
+def too_many_keys(path: str, length: int, maximum: int) -> NoReturn:
+    invalid(path, f"Invalid '{path}': too many keys. Expected at most {maximum}, but got {length}.")
+
+
+def too_long(path: str, maximum: int) -> NoReturn:
+    invalid(path, f"Invalid '{path}': string too long. Expected a string with maximum length {maximum}.")
+
+
 # --- tables -------------------------------------------------------------------------------------------------------
 
 
@@ -209,12 +239,11 @@ def read(table: Table, source: Mapping[str, Json], path: str = "") -> dict[str, 
 
 
 def _read_one(row: Field[Any], name: str, source: Mapping[str, Json], path: str) -> Any:
-    where = at(path, name)
     value = source.get(name)
     if value is not None:
-        return row.parse(value, where)
+        return row.parse(value, at(path, name))
     if row.required:
         if name not in source:
-            missing(where)
-        return row.parse(None, where)
+            missing(at(path, name))
+        return row.parse(None, at(path, name))
     return row.default

@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
+import orjson
+
 from server.api.fields import (
     Field,
     Json,
@@ -16,12 +18,15 @@ from server.api.fields import (
     integer,
     invalid,
     json_object,
+    name,
     one_of,
     read,
-    string,
+    too_many,
+    too_many_keys,
     unsupported,
     wrong_type,
 )
+from server.api.limits import MAX_TEMPLATE_ARGUMENT_BYTES, MAX_TEMPLATE_ARGUMENTS, MAX_TOOLS
 from server.api.parse_messages import messages
 from server.api.parse_sampling import (
     Border,
@@ -74,13 +79,13 @@ def _chat(border: Border) -> Table:
         "messages": Field(messages, required=True),
         "logprobs": Field(boolean, False),
         "top_logprobs": Field(integer(minimum=0, maximum=border.max_logprobs)),
-        "chat_template_kwargs": Field(json_object),
+        "chat_template_kwargs": Field(_template_arguments),
         "enable_thinking": Field(boolean),
-        "reasoning_effort": Field(string),
+        "reasoning_effort": Field(name),
         "add_generation_prompt": Field(boolean),
         "continue_final_message": Field(boolean, False),
         "response_format": Field(response_format),
-        "modalities": Field(array(one_of("text"), of="strings")),
+        "modalities": Field(array(one_of("text"), of="strings", maximum=16)),
         "parallel_tool_calls": Field(boolean),
     }
 
@@ -98,12 +103,21 @@ def _logprobs(fields: Mapping[str, Any]) -> int | None:
     return None
 
 
+def _template_arguments(value: Json, path: str) -> dict[str, Json]:
+    arguments = json_object(value, path)
+    if len(arguments) > MAX_TEMPLATE_ARGUMENTS:
+        too_many_keys(path, len(arguments), MAX_TEMPLATE_ARGUMENTS)
+    if len(orjson.dumps(arguments)) > MAX_TEMPLATE_ARGUMENT_BYTES:
+        invalid(path, f"Invalid '{path}': larger than {MAX_TEMPLATE_ARGUMENT_BYTES} bytes of JSON.")
+    return arguments
+
+
 def _template_kwargs(fields: Mapping[str, Any]) -> dict[str, Json]:
     """The client's own template arguments, with the two top-level spellings where it did not give them itself."""
     kwargs: dict[str, Json] = dict(fields["chat_template_kwargs"] or {})
-    for name in ("enable_thinking", "reasoning_effort"):
-        if fields[name] is not None:
-            kwargs.setdefault(name, fields[name])
+    for field in ("enable_thinking", "reasoning_effort"):
+        if fields[field] is not None:
+            kwargs.setdefault(field, fields[field])
     return kwargs
 
 
@@ -111,21 +125,23 @@ def _refuse_tools(body: Mapping[str, Json]) -> None:
     """Tools are for a later release. An empty list is no list, and a list nobody may call is of no consequence."""
     refuse_later(body, _REFUSED_IN_CHAT)
     choice = body.get("tool_choice")
-    for name in ("tools", "functions"):
-        value = body.get(name)
+    for field in ("tools", "functions"):
+        value = body.get(field)
         if value is None:
             continue
         if not isinstance(value, list):
-            wrong_type(name, "an array of objects", value)
-        chosen = choice if name == "tools" else body.get("function_call")
+            wrong_type(field, "an array of objects", value)
+        if len(value) > MAX_TOOLS:
+            too_many(field, len(value), MAX_TOOLS)
+        chosen = choice if field == "tools" else body.get("function_call")
         if value and chosen != "none":
-            unsupported(name, f"Unsupported parameter: '{name}' is not supported by this server.")
-    for name in ("tool_choice", "function_call"):
-        value = body.get(name)
+            unsupported(field, f"Unsupported parameter: '{field}' is not supported by this server.")
+    for field in ("tool_choice", "function_call"):
+        value = body.get(field)
         if value is None or value in ("none", "auto"):
             continue
         if not isinstance(value, (str, dict)):
-            wrong_type(name, "a string or an object", value)
+            wrong_type(field, "a string or an object", value)
         if value == "required" or isinstance(value, dict):
-            unsupported(name, f"Unsupported value: '{name}' must be 'none' or 'auto'; there are no tools to choose.")
-        one_of("none", "auto", "required")(value, name)
+            unsupported(field, f"Unsupported value: '{field}' must be 'none' or 'auto'; there are no tools to choose.")
+        one_of("none", "auto", "required")(value, field)

@@ -13,6 +13,7 @@ from server.api.fields import (
     Table,
     array,
     boolean,
+    elements,
     empty_array,
     empty_string,
     integer,
@@ -24,6 +25,7 @@ from server.api.fields import (
     unsupported,
     wrong_type,
 )
+from server.api.limits import MAX_PROMPTS, MAX_TOTAL_CHOICES
 from server.api.parse_sampling import (
     Border,
     Generation,
@@ -35,9 +37,6 @@ from server.api.parse_sampling import (
 )
 from server.errors import TooLong
 from server.request import EngineLimits
-
-MAX_PROMPTS = 1024
-MAX_TOTAL_CHOICES = 4096
 
 Prompt = str | tuple[int, ...]
 
@@ -95,6 +94,8 @@ def _prompts(limits: EngineLimits) -> Parser[tuple[Prompt, ...]]:
         """Length first: looking at millions of ids that can never fit would hold up everybody."""
         if len(value) >= limits.context_tokens:
             raise TooLong(prompt_tokens=len(value), context_tokens=limits.context_tokens, param=path)
+        if set(map(type, value)) == {int} and min(value) >= 0 and max(value) < limits.vocab_size:
+            return tuple(value)
         return checked(value, path)
 
     def entry(value: Json, path: str) -> Prompt:
@@ -115,7 +116,7 @@ def _prompts(limits: EngineLimits) -> Parser[tuple[Prompt, ...]]:
             return (tokens(value, path),)
         if len(value) > MAX_PROMPTS:
             too_many(path, len(value), MAX_PROMPTS)
-        return tuple(entry(item, f"{path}[{i}]") for i, item in enumerate(value))
+        return elements(entry, value, path)
 
     return parse
 

@@ -7,6 +7,7 @@ not, is valid input again: its broken tool arguments stay the text they were.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import NoReturn
 
 import orjson
 
@@ -16,15 +17,20 @@ from server.api.fields import (
     Table,
     array,
     at,
+    elements,
     empty_array,
+    invalid,
     json_object,
+    name,
     one_of,
     read,
     shown,
     string,
+    too_many,
     unsupported,
     wrong_type,
 )
+from server.api.limits import MAX_ALL_NAMES_CHARACTERS, MAX_MESSAGES, MAX_PARTS, MAX_TOOL_CALLS
 from server.request import Message, ToolCall
 
 ROLES: Mapping[str, str] = {
@@ -57,7 +63,19 @@ def messages(value: Json, path: str) -> tuple[Message, ...]:
         wrong_type(path, "an array of objects", value)
     if not value:
         empty_array(path)
-    return tuple(_message(entry, f"{path}[{i}]") for i, entry in enumerate(value))
+    if len(value) > MAX_MESSAGES:
+        too_many(path, len(value), MAX_MESSAGES)
+    turns = elements(_message, value, path)
+    if sum(map(_name_characters, turns)) > MAX_ALL_NAMES_CHARACTERS:
+        invalid(
+            path, f"Invalid '{path}': the names and ids in it are longer than {MAX_ALL_NAMES_CHARACTERS} characters."
+        )
+    return turns
+
+
+def _name_characters(turn: Message) -> int:
+    calls = sum(len(call.id) + len(call.name) for call in turn.tool_calls)
+    return len(turn.name or "") + len(turn.tool_call_id or "") + calls
 
 
 def _message(value: Json, path: str) -> Message:
@@ -66,9 +84,9 @@ def _message(value: Json, path: str) -> Message:
     role = ROLES[fields["role"]]
     calls: tuple[ToolCall, ...] = fields["tool_calls"]
     legacy_call = fields["function_call"]
-    for name, given in (("tool_calls", calls), ("function_call", legacy_call)):
+    for field, given in (("tool_calls", calls), ("function_call", legacy_call)):
         if given and role != "assistant":
-            unsupported(at(path, name), f"'{at(path, name)}' is only allowed with role 'assistant'.")
+            unsupported(at(path, field), f"'{at(path, field)}' is only allowed with role 'assistant'.")
     if legacy_call is not None:
         calls = (*calls, legacy_call)
     if source.get("audio") is not None:
@@ -95,27 +113,25 @@ def _content(value: Json, path: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
         return (value,), ()
     if not isinstance(value, list):
         wrong_type(path, "a string or an array of content parts", value)
-    texts: list[str] = []
-    thoughts: list[str] = []
-    for i, entry in enumerate(value):
-        where = f"{path}[{i}]"
-        part = json_object(entry, where)
-        kind = read(_PART, part, where)["type"]
-        if kind == "thinking":
-            thoughts.append(_part_text(part, "thinking", where))
-        elif kind in TEXT_PARTS:
-            texts.append(_part_text(part, TEXT_PARTS[kind], where))
-        else:
-            _refuse_part(kind, at(where, "type"))
-    return tuple(texts), tuple(thoughts)
+    if len(value) > MAX_PARTS:
+        too_many(path, len(value), MAX_PARTS)
+    parts = elements(_part, value, path)
+    return tuple(text for kind, text in parts if kind != "thinking"), tuple(
+        text for kind, text in parts if kind == "thinking"
+    )
 
 
-def _part_text(part: Mapping[str, Json], key: str, path: str) -> str:
-    text: str = read({key: Field(string, required=True)}, part, path)[key]
-    return text
+def _part(value: Json, path: str) -> tuple[str, str]:
+    """The type of a part and its text."""
+    part = json_object(value, path)
+    kind: str = read(_PART, part, path)["type"]
+    key = "thinking" if kind == "thinking" else TEXT_PARTS.get(kind)
+    if key is None:
+        _refuse_part(kind, at(path, "type"))
+    return kind, read(_PART_TEXTS[key], part, path)[key]
 
 
-def _refuse_part(kind: str, path: str) -> None:
+def _refuse_part(kind: str, path: str) -> NoReturn:
     reason = "This model reads text only." if kind in MEDIA_PARTS else "Unknown content part type."
     unsupported(path, f"Invalid value: '{shown(kind)}'. {reason} Supported values are: 'text' and 'input_text'.")
 
@@ -138,13 +154,13 @@ def _tool_call(value: Json, path: str) -> ToolCall:
     fields = read(_TOOL_CALL, json_object(value, path), path)
     if fields["type"] != "function":
         unsupported(at(path, "type"), f"Invalid value: '{shown(fields['type'])}'. Supported values are: 'function'.")
-    name, arguments = fields["function"]
-    return ToolCall(id=fields["id"], name=name, arguments=arguments)
+    called, arguments = fields["function"]
+    return ToolCall(id=fields["id"], name=called, arguments=arguments)
 
 
 def _function_call(value: Json, path: str) -> ToolCall:
-    name, arguments = _function(value, path)
-    return ToolCall(id="", name=name, arguments=arguments)
+    called, arguments = _function(value, path)
+    return ToolCall(id="", name=called, arguments=arguments)
 
 
 def _role(value: Json, path: str) -> str:
@@ -156,18 +172,21 @@ def _role(value: Json, path: str) -> str:
 _MESSAGE: Table = {
     "role": Field(_role, required=True),
     "content": Field(_content, ((), ())),
-    "name": Field(string),
+    "name": Field(name),
     "refusal": Field(string),
     "reasoning": Field(string),
     "reasoning_content": Field(string),
-    "tool_calls": Field(array(_tool_call, of="tool calls"), ()),
+    "tool_calls": Field(array(_tool_call, of="tool calls", maximum=MAX_TOOL_CALLS), ()),
     "function_call": Field(_function_call),
-    "tool_call_id": Field(string),
+    "tool_call_id": Field(name),
 }
 _PART: Table = {"type": Field(string, required=True)}
+_PART_TEXTS: Mapping[str, Table] = {
+    key: {key: Field(string, required=True)} for key in {"thinking", *TEXT_PARTS.values()}
+}
 _TOOL_CALL: Table = {
-    "id": Field(string, ""),
+    "id": Field(name, ""),
     "type": Field(string, "function"),
     "function": Field(_function, required=True),
 }
-_FUNCTION: Table = {"name": Field(string, required=True), "arguments": Field(_arguments, "")}
+_FUNCTION: Table = {"name": Field(name, required=True), "arguments": Field(_arguments, "")}

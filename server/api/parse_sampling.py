@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import islice
 from typing import Any
 
 from server.api.fields import (
@@ -27,15 +28,21 @@ from server.api.fields import (
     number,
     read,
     string,
+    too_many_keys,
     unsupported,
     wrong_type,
+)
+from server.api.limits import (
+    MAX_FIELDS,
+    MAX_IGNORED_NAMES,
+    MAX_LOGIT_BIAS,
+    MAX_STOP_CHARACTERS,
+    MAX_STOP_STRINGS,
+    MAX_STOP_TOKEN_IDS,
 )
 from server.errors import BadRequest, TooLong
 from server.request import MAX_SEED, EngineLimits, SamplingDefaults, SamplingParams, StopRules
 
-MAX_STOP_STRINGS = 128
-MAX_STOP_CHARACTERS = 4096
-MAX_STOP_TOKEN_IDS = 1024
 MAX_PRIORITY = 2**31 - 1
 
 
@@ -147,7 +154,7 @@ def shared_fields(border: Border) -> Table:
         "top_p": Field(number(above=0, maximum=1), defaults.top_p),
         "top_k": Field(integer(minimum=-1), defaults.top_k),
         "min_p": Field(number(minimum=0, maximum=1), defaults.min_p),
-        "repetition_penalty": Field(number(above=0, maximum=100), defaults.repetition_penalty),
+        "repetition_penalty": Field(number(minimum=0.01, maximum=100), defaults.repetition_penalty),
         "presence_penalty": Field(number(minimum=-2, maximum=2), 0.0),
         "frequency_penalty": Field(number(minimum=-2, maximum=2), 0.0),
         "logit_bias": Field(_logit_bias(vocab_size), ()),
@@ -209,9 +216,10 @@ def response_format(value: Json, path: str) -> None:
 
 
 def unknown_names(body: Mapping[str, Json], *tables: Collection[str]) -> tuple[str, ...]:
-    """Fields that no table knows, in the client's order."""
+    """The first fields that no table knows, in the client's order."""
     known = {"model", "stream_options"} | WITHOUT_EFFECT | LATER
-    return tuple(name for name in body if name not in known and not any(name in table for table in tables))
+    unknown = (name for name in body if name not in known and not any(name in table for table in tables))
+    return tuple(islice(unknown, MAX_IGNORED_NAMES))
 
 
 # --- single fields ------------------------------------------------------------------------------------------------
@@ -244,15 +252,17 @@ def _logit_bias(vocab_size: int) -> Parser[tuple[tuple[int, float], ...]]:
 
     def parse(value: Json, path: str) -> tuple[tuple[int, float], ...]:
         by_id: dict[int, float] = {}
-        for key, entry in json_object(value, path).items():
-            where = at(path, key[:64])
+        biases = json_object(value, path)
+        if len(biases) > MAX_LOGIT_BIAS:
+            too_many_keys(path, len(biases), MAX_LOGIT_BIAS)
+        for key, entry in biases.items():
             if not (key.isascii() and key.isdigit() and len(key) <= 10 and int(key) < vocab_size):
                 invalid(
-                    where,
+                    at(path, key[:64]),
                     f"Invalid key in '{path}': expected a token id from 0 to {vocab_size - 1} as a string, but got "
                     f"'{key[:64]}' instead.",
                 )
-            by_id[int(key)] = bias(entry, where)
+            by_id[int(key)] = bias(entry, at(path, key))
         return tuple(sorted(by_id.items()))
 
     return parse
@@ -278,5 +288,7 @@ def _stream_options(body: Mapping[str, Json], *, stream: bool) -> dict[str, Any]
 
 
 def model_name(body: Mapping[str, Json]) -> str:
+    if len(body) > MAX_FIELDS:
+        raise BadRequest(f"Too many fields: a request may have {MAX_FIELDS}, but got {len(body)}.")
     name: str = read({"model": Field(string, required=True)}, body)["model"]
     return name

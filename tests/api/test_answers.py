@@ -246,14 +246,29 @@ class TestCompletions:
         usage = (await client.chat()).json()["usage"]
         assert usage["total_tokens"] == 100
 
-    async def test_legacy_offsets_count_characters(self) -> None:
+    def test_legacy_offsets_count_characters(self) -> None:
         pieces = ["é".encode()[:1], "é".encode()[1:], b"ab", b"c"]
         offsets = LegacyOffsets()
         entries = [LogprobEntry(token=piece, logprob=-1.0) for piece in pieces]
-        first, second = offsets.entries(entries[:3]), offsets.entries(entries[3:])
+        first, second = offsets.entries("éab", entries[:3]), offsets.entries("c", entries[3:])
         assert first["text_offset"] + second["text_offset"] == [0, 0, 1, 3]
         assert first["tokens"] == ["bytes:\\xc3", "bytes:\\xa9", "ab"]
         assert second["top_logprobs"] == [{"c": -1.0}]
+
+    @pytest.mark.parametrize("deltas", [["a", "", "b é", "f"], ["ab é", "f"], ["a", "b éf"]])
+    def test_legacy_offsets_count_visible_text_only(self, deltas: list[str]) -> None:
+        """Skipped control tokens have no width, however the text is cut into deltas."""
+        tokens = [b"a", b"<|im_end|>", b"b", b" ", "é".encode()[:1], "é".encode()[1:], b"<s>", b"f"]
+        entries = [LogprobEntry(token=token, logprob=-1.0) for token in tokens]
+        offsets, seen = LegacyOffsets(), []
+        for i, text in enumerate(deltas):
+            last = i == len(deltas) - 1
+            seen += offsets.entries(text, entries if last else ())["text_offset"]
+        assert seen == [0, 1, 1, 2, 3, 3, 4, 4]
+
+    def test_legacy_offsets_of_visible_control_tokens_and_of_a_dropped_space(self) -> None:
+        entries = [LogprobEntry(token=token, logprob=-1.0) for token in (b" Hi", b"<s>", b"!")]
+        assert LegacyOffsets().entries("Hi<s>!", entries)["text_offset"] == [0, 2, 5]
 
     def test_a_whole_token_is_its_own_text(self) -> None:
         assert token_text("👋".encode()) == "👋"

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 import httpx
 import pytest
 
-from server.api import body as body_module
+from server.api import limits
 from server.config import HttpConfig
 from tests.fakes import MODEL, FakeEngine, FakeText, ServerThread, echo, fake_context, forever, say
 
@@ -258,7 +258,7 @@ class TestBodies:
             assert httpx.get(server.url + "/health").status_code == 200
 
     def test_a_body_that_stops_arriving_is_a_408(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(body_module, "BODY_IDLE_S", 0.1)
+        monkeypatch.setattr(limits, "BODY_IDLE_S", 0.1)
         with serving() as server:
             sock = connect(server)
             sock.sendall(http_request(chat_body())[:-5])

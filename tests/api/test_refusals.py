@@ -10,9 +10,7 @@ import hypothesis
 import pytest
 from hypothesis import strategies as st
 
-from server.api.body import MAX_DEPTH
-from server.api.parse_completion import MAX_PROMPTS
-from server.api.parse_sampling import MAX_STOP_CHARACTERS, MAX_STOP_STRINGS
+from server.api.limits import MAX_DEPTH, MAX_PROMPTS, MAX_STOP_CHARACTERS, MAX_STOP_STRINGS
 from server.config import HttpConfig
 from server.errors import BadRequest
 from server.request import Message, ToolCall
