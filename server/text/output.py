@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from server.errors import TwinpaneError
 from server.request import (
@@ -43,12 +43,16 @@ class TextOutput:
       2. The text it completes is shown. A stop string that lies wholly in the text completed by tokens after the
          first `min_tokens` ends the choice (STOP), and hides itself and all behind it. Control tokens are not text
          when they are skipped, so no stop string matches across or inside them.
-      3. Token number `max_tokens` ends the choice (LENGTH), and what was held back is shown.
+      3. Token number `max_tokens` ends the choice (LENGTH), and what was held back is shown. A character that the
+         limit cuts in two is left out: its beginning would show as U+FFFD. (Before a stop id it does: the model said
+         so.)
     Text flushed at an end still meets rule 2, since it belongs to earlier tokens.
 
     Log-probabilities leave exactly once, each with the text that completes its token (alone, if its token has none).
     Behind a stop string's cut they are dropped with their text: an entry stays if its token's text begins before the
-    cut. A stop token's entry is dropped too, as it shows no text.
+    cut. A stop token's entry is dropped too, as it shows no text. The bytes of all entries, put together, are those of
+    the text (to which only a stop string's cut makes an exception): a skipped control token has none, and a character
+    that the length limit left out has none.
     """
 
     def __init__(
@@ -105,7 +109,11 @@ class TextOutput:
 
     def _end(self, reason: FinishReason, *, matched: int | None) -> FinishReason:
         """No more text comes: show what is held, unless a stop string appears in it."""
+        held = self._detokenizer.held_bytes
         text = self._detokenizer.flush()
+        if reason is FinishReason.LENGTH and held:
+            text = ""
+            self._drop_last_bytes(held)
         self._read_chars += len(text)
         for waiting in self._pending:
             waiting.stop = self._read_chars if waiting.stop is None else waiting.stop
@@ -148,7 +156,7 @@ class TextOutput:
         if token.logprob is None:
             return
         entry = LogprobEntry(
-            token=spell(token.token_id),
+            token=self._detokenizer.text_bytes(token.token_id),
             logprob=token.logprob,
             top=tuple((spell(index), logprob) for index, logprob in token.top),
         )
@@ -159,6 +167,14 @@ class TextOutput:
         while self._pending and (stop := self._pending[0].stop) is not None and stop <= self._shown_chars:
             entries.append(self._pending.popleft().entry)
         return entries
+
+    def _drop_last_bytes(self, count: int) -> None:
+        """The last bytes are not shown after all: take them from the entries of their tokens, which still wait."""
+        for waiting in reversed(self._pending):
+            token = waiting.entry.token
+            kept = max(0, len(token) - count)
+            waiting.entry = replace(waiting.entry, token=token[:kept])
+            count -= len(token) - kept
 
     def _cut_logprobs(self, cut: int) -> None:
         """Text ends at character `cut`: entries that begin there or later go, those before are complete by it."""

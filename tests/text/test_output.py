@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import codecs
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -42,6 +44,14 @@ def text_of(events: Sequence[Event]) -> str:
     return "".join(event.text for event in events if isinstance(event, TextDelta))
 
 
+def without_begun_character(data: bytes) -> str:
+    return codecs.getincrementaldecoder("utf-8")("replace").decode(data)
+
+
+def bytes_of(tokenizer: Tokenizer, ids: Sequence[int], *, skip: bool) -> bytes:
+    return b"".join(tokenizer.token_bytes(i) for i in ids if not (skip and tokenizer.is_special(i)))
+
+
 def at_once(
     tokenizer: Tokenizer, ids: Sequence[int], rules: StopRules
 ) -> tuple[str, FinishReason, str | int | None, int]:
@@ -52,6 +62,8 @@ def at_once(
         ended = last in rules.stop_token_ids and count > rules.min_tokens
         over = ended or count == rules.max_tokens
         text = tokenizer.decode(before if ended else ids[:count], skip_special=True)
+        if over and not ended:
+            text = without_begun_character(bytes_of(tokenizer, ids[:count], skip=True))
         stable = text if over else text.rstrip("\ufffd")
         searched = stable[len(free) :] if count > rules.min_tokens else ""
         found = [(searched.find(s) + len(s), searched.find(s), s) for s in rules.stop if s in searched]
@@ -120,7 +132,7 @@ def test_each_logprob_leaves_once_in_order_with_the_text_that_completes_it(
             shown += event.text
             for entry in event.logprobs:
                 assert entry.logprob == -float(delivered)
-                assert entry.token == tokenizer.token_bytes(ids[delivered])
+                assert tokenizer.token_bytes(ids[delivered]).startswith(entry.token)
                 delivered += 1
                 spelled += entry.token
             # No token is reported before its text; only a cut stop string can hide the end of one.
@@ -155,21 +167,60 @@ def test_a_split_character_delivers_all_its_logprobs_when_it_is_complete(gemma3:
 def test_a_skipped_control_token_shows_no_text_but_its_logprob(smollm2: Tokenizer) -> None:
     made, events = output(smollm2, StopRules(max_tokens=2), logprobs=True)
     push_all(made, [4, 4])
-    assert [event.text for event in events if isinstance(event, TextDelta)] == ["", ""]
+    deltas = [event for event in events if isinstance(event, TextDelta)]
+    assert [(delta.text, [entry.token for entry in delta.logprobs]) for delta in deltas] == [("", [b""])] * 2
+    assert deltas[0].logprobs[0].top == ((smollm2.token_bytes(4), -0.5),)
     made, events = output(smollm2, StopRules(max_tokens=2))
     push_all(made, [4, 4])
     assert len(events) == 1
 
 
 def test_held_text_is_shown_at_the_end_of_sequence_and_at_the_length_limit(gemma3: Tokenizer) -> None:
-    begun = 238 + 0xF0
     for rules, ids in (
-        (StopRules(max_tokens=9, stop=("Hello!",), stop_token_ids=frozenset({1})), [9259, begun, 1]),
-        (StopRules(max_tokens=2, stop=("Hello!",)), [9259, begun]),
+        (StopRules(max_tokens=9, stop=("Hello!",), stop_token_ids=frozenset({1})), [9259, 1]),
+        (StopRules(max_tokens=1, stop=("Hello!",)), [9259]),
     ):
         made, events = output(gemma3, rules)
         assert push_all(made, ids) is not None
-        assert text_of(events) == "Hello\ufffd"
+        assert text_of(events) == "Hello"
+
+
+def test_the_length_limit_never_cuts_a_character(gemma3: Tokenizer, smollm2: Tokenizer) -> None:
+    """What it leaves of one is not shown, and is in no log-probability; what the model itself leaves off is shown."""
+    for stop in ((), ("Hello!",), ("\ufffd",)):
+        for begun in (b"\xf0", b"\xf0\x9f", b"\xf0\x9f\x91", b"\xc3"):
+            ids = [9259, *(238 + byte for byte in begun)]
+            made, events = output(gemma3, StopRules(max_tokens=len(ids), stop=stop), logprobs=True)
+            assert push_all(made, ids) is FinishReason.LENGTH
+            assert text_of(events) == "Hello"
+            entries = [entry for event in events if isinstance(event, TextDelta) for entry in event.logprobs]
+            assert [entry.token for entry in entries] == [b"Hello", *[b""] * len(begun)]
+            assert entries[-1].top == ((begun[-1:], -0.5),)
+
+            made, events = output(gemma3, StopRules(max_tokens=99, stop_token_ids=frozenset({1})))
+            assert push_all(made, [*ids, 1]) is FinishReason.STOP
+            assert text_of(events) == "Hello\ufffd"
+    part = next(i for i in range(smollm2.vocab_size) if smollm2.token_bytes(i) == b" \xf0\x9f")
+    made, events = output(smollm2, StopRules(max_tokens=1), logprobs=True)
+    push_all(made, [part])
+    assert text_of(events) == " "
+    assert [e.token for event in events if isinstance(event, TextDelta) for e in event.logprobs] == [b" "]
+
+
+@pytest.mark.parametrize("skip", [True, False])
+def test_the_bytes_of_the_logprobs_are_those_of_the_text(
+    tokenizer: Tokenizer, hard_texts: Callable[[int], list[str]], skip: bool
+) -> None:
+    random_ = random.Random(13)
+    texts = hard_texts(300)
+    for _ in range(500):
+        ids, rules = case(tokenizer, random_, texts)
+        for place in random_.choices(range(len(ids)), k=random_.choice([0, 1, 3])):
+            ids.insert(place, random_.choice([0, 1, 2]))
+        made, events = output(tokenizer, replace(rules, stop=()), logprobs=True, skip=skip)
+        push_all(made, ids)
+        entries = [entry for event in events if isinstance(event, TextDelta) for entry in event.logprobs]
+        assert b"".join(entry.token for entry in entries).decode(errors="replace") == text_of(events)
 
 
 def test_a_stop_string_beats_the_length_limit_at_the_same_token(smollm2: Tokenizer) -> None:
