@@ -12,12 +12,14 @@ import jinja2
 
 from server.errors import BadRequest, StartupError
 from server.request import Conversation, Message
+from server.text.budget import Abandoned, Budget
 from server.text.guard import END_MARK, MARK, Guard, Prompt
 from server.text.template_sandbox import CompiledTemplate, Deadline, TemplateTimeout
 from server.text.tokenizer import Tokenizer
 
 RENDER_LIMIT_S = 5.0
 _OURS = frozenset({"messages", "tools", "add_generation_prompt", "raise_exception", "strftime_now", "range"})
+_MAX_NESTING = 64
 _BETWEEN_MERGED = "\n\n"
 
 
@@ -38,35 +40,48 @@ class ChatTemplate:
         self._guard = Guard(tokenizer.control)
         self._reserved = _OURS | tokenizer.special_names.keys()
 
-    def encode(self, conversation: Conversation, *, limit_s: float = RENDER_LIMIT_S) -> list[int]:
+    def encode(
+        self, conversation: Conversation, *, limit_s: float = RENDER_LIMIT_S, budget: Budget | None = None
+    ) -> list[int]:
         """Token ids of the rendered conversation.
 
         Raises BadRequest: `chat_template_error` with the template's own words if it refuses the conversation, does not
         understand it, or takes longer than limit_s (then its cause is TemplateTimeout); `invalid_value` for arguments
-        that contradict each other or would replace our own.
+        that contradict each other or would replace our own. Raises what `budget` raises.
         """
-        prompt = self.render(conversation, limit_s=limit_s)
-        if tuple(self._tokenizer.control.matches(prompt.text)) == prompt.control:
-            return self._tokenizer.encode(prompt.text, parse_special=True, add_bos=False)
+        budget = budget or Budget()
+        prompt = self.render(conversation, limit_s=limit_s, budget=budget)
+        encode, text = self._tokenizer.encode, prompt.text
+        own = iter(prompt.control)
+        if all(span == next(own, None) for span in self._tokenizer.control.matches(text, budget.check)):
+            return encode(text, parse_special=True, add_bos=False, budget=budget)
         # A user spelled out a control token: cut at the template's own ones, and take the rest as plain text.
         ids: list[int] = []
         position = 0
         for span in prompt.control:
-            ids += self._tokenizer.encode(prompt.text[position : span.start], parse_special=False, add_bos=False)
-            ids.append(self._tokenizer.encode_control(prompt.text[span.start : span.stop]))
+            ids += encode(text[position : span.start], parse_special=False, add_bos=False, budget=budget)
+            ids.append(self._tokenizer.encode_control(text[span.start : span.stop]))
+            budget.spend(1)
             position = span.stop
-        return ids + self._tokenizer.encode(prompt.text[position:], parse_special=False, add_bos=False)
+        return ids + encode(text[position:], parse_special=False, add_bos=False, budget=budget)
 
-    def render(self, conversation: Conversation, *, limit_s: float = RENDER_LIMIT_S) -> Prompt:
+    def render(
+        self, conversation: Conversation, *, limit_s: float = RENDER_LIMIT_S, budget: Budget | None = None
+    ) -> Prompt:
         """The prompt as text, with the places of the template's control tokens. Raises as `encode`.
 
         If the template refuses the conversation, it is tried once more in a form that strict templates want: all
         system messages merged into one at the front, and neighbours of the same role merged.
         """
         self._check(conversation)
-        deadline = Deadline(limit_s=limit_s)
+        budget = budget or Budget()
+        # What a template leaves out is never the words of a user, so these alone may be too much.
+        budget.foresee(self._tokenizer.least_tokens(_users_chars(conversation)))
+        deadline = Deadline(limit_s=limit_s, before=budget.check)
         try:
             return self._render(conversation, deadline)
+        except Abandoned:
+            raise
         except TemplateTimeout as error:
             raise _template_error(error) from error
         except Exception as error:  # a template can raise anything
@@ -75,6 +90,10 @@ class ChatTemplate:
                 raise _template_error(error) from error
             try:
                 return self._render(merged, deadline)
+            except Abandoned:
+                raise
+            except TemplateTimeout as late:
+                raise _template_error(late) from late
             except Exception:
                 raise _template_error(error) from error
 
@@ -91,10 +110,11 @@ class ChatTemplate:
                 )
 
     def _render(self, conversation: Conversation, deadline: Deadline) -> Prompt:
-        messages = [self._variables(message) for message in conversation.messages]
+        check = deadline.check
+        messages = [self._variables(message, check) for message in conversation.messages]
         if conversation.continue_final_message:
             _mark_end(messages[-1])
-        arguments = {name: self._guard.option(value) for name, value in conversation.template_kwargs.items()}
+        arguments = {name: self._guard.option(value, check) for name, value in conversation.template_kwargs.items()}
         variables = {
             "tools": None,
             "documents": None,
@@ -108,11 +128,14 @@ class ChatTemplate:
             rendered, end, _ = rendered.rpartition(END_MARK)
             if not end:
                 raise jinja2.TemplateError("The final message is not part of the prompt, so it cannot be continued.")
-        return self._guard.read(rendered)
+        return self._guard.read(rendered, check)
 
-    def _variables(self, message: Message) -> dict[str, Any]:
+    def _variables(self, message: Message, check: Callable[[], None]) -> dict[str, Any]:
         """The message as templates know it. Text parts are joined by line breaks; no content is the empty text."""
-        guarded = self._guard.user_text
+
+        def guarded(text: str) -> str:
+            return self._guard.user_text(text, check)
+
         made: dict[str, Any] = {"role": message.role, "content": guarded("\n".join(message.texts))}
         if message.name is not None:
             made["name"] = guarded(message.name)
@@ -127,7 +150,7 @@ class ChatTemplate:
                     "type": "function",
                     "function": {
                         "name": guarded(call.name),
-                        "arguments": self._guard.user_value(_arguments(call.arguments)),
+                        "arguments": self._guard.user_value(_arguments(call.arguments), check),
                     },
                 }
                 for call in message.tool_calls
@@ -141,15 +164,16 @@ def merge_turns(messages: Sequence[Message]) -> tuple[Message, ...]:
     Messages with tool calls, with reasoning or of tools stay as they are.
     """
     system = [message for message in messages if message.role == "system"]
-    merged = [_joined(system)] if system else []
+    groups = [system] if system else []
     for message in messages:
         if message.role == "system":
             continue
-        if merged and merged[-1].role == message.role and _only_text(merged[-1]) and _only_text(message):
-            merged[-1] = _joined([merged[-1], message])
+        last = groups[-1][-1] if groups else None
+        if last and last.role == message.role and _only_text(last) and _only_text(message):
+            groups[-1].append(message)
         else:
-            merged.append(message)
-    return tuple(merged)
+            groups.append([message])
+    return tuple(map(_joined, groups))
 
 
 def _only_text(message: Message) -> bool:
@@ -176,13 +200,35 @@ def _mark_end(message: dict[str, Any]) -> None:
         message[key] = (MARK if text[:1].isspace() else "") + text + END_MARK
 
 
+def _users_chars(conversation: Conversation) -> int:
+    return sum(len(text) for message in conversation.messages if message.role == "user" for text in message.texts)
+
+
 def _arguments(text: str) -> dict[str, Any]:
-    """The arguments of an earlier call as an object; what a model wrote wrong is kept under `_raw`."""
+    """The arguments of an earlier call as an object; what a model wrote wrong is kept under `_raw`.
+
+    So is what is nested deeper than templates, which recurse, can follow.
+    """
     try:
         value = json.loads(text or "{}")
-    except ValueError:
+    except (ValueError, RecursionError):
         value = None
-    return value if isinstance(value, dict) else {"_raw": text}
+    return value if isinstance(value, dict) and not _deeper_than(value, _MAX_NESTING) else {"_raw": text}
+
+
+def _deeper_than(value: Any, levels: int) -> bool:
+    """Whether a JSON value holds more than `levels` objects and lists in each other."""
+    layer = [value]
+    for _ in range(levels):
+        layer = [
+            item
+            for outer in layer
+            for item in (outer.values() if isinstance(outer, dict) else outer)
+            if isinstance(item, dict | list)
+        ]
+        if not layer:
+            return False
+    return True
 
 
 def _template_error(error: Exception) -> BadRequest:

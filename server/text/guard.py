@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from server.text.control_spellings import ControlSpellings, Span
+from server.text.control_spellings import ControlSpellings, Span, unhurried
 
 MARK = "\ufdd0"
 ESCAPE = "\ufdd1"
@@ -37,33 +37,38 @@ class Prompt:
 
 
 class Guard:
-    """Marks what users wrote and reads marked prompts, for one vocabulary. Immutable."""
+    """Marks what users wrote and reads marked prompts, for one vocabulary. Immutable.
+
+    Every method calls `check` at least once per string and per value, which may raise to end it.
+    """
 
     def __init__(self, control: ControlSpellings) -> None:
         self._control = control
 
-    def user_text(self, text: str) -> str:
+    def user_text(self, text: str, check: Callable[[], None] = unhurried) -> str:
         """A string from a user, safe wherever the template puts it."""
+        check()
         text = _escaped(text)
-        cuts = {start + 1 for start in (*self._control.starts(text), *self._control.open_ends(text))}
+        cuts = {start + 1 for start in self._control.starts(text, check)}
+        cuts.update(start + 1 for start in self._control.open_ends(text))
         if self._control.open_start(text):
             cuts.add(0)
         return _marked(text, cuts)
 
-    def user_value(self, value: Any) -> Any:
+    def user_value(self, value: Any, check: Callable[[], None] = unhurried) -> Any:
         """A JSON value from a user, every string and key of it safe."""
-        return _map_strings(value, self.user_text)
+        return _map_strings(value, self.user_text, check)
 
-    def option(self, value: Any) -> Any:
+    def option(self, value: Any, check: Callable[[], None] = unhurried) -> Any:
         """A template argument: its strings may be compared with words, so only whole control spellings are marked."""
-        return _map_strings(value, self._whole_spellings)
+        return _map_strings(value, self._whole_spellings, check)
 
-    def read(self, rendered: str) -> Prompt:
+    def read(self, rendered: str, check: Callable[[], None] = unhurried) -> Prompt:
         """Take the marks out of a rendered prompt and find the control spellings that had none."""
         parts: list[str] = []
         spans: list[Span] = []
         length = position = 0
-        for found in self._control.matches(rendered):
+        for found in self._control.matches(rendered, check):
             before, own = unmarked(rendered[position : found.start]), rendered[found.start : found.stop]
             start = length + len(before)
             length = start + len(own)
@@ -72,9 +77,10 @@ class Guard:
             position = found.stop
         return Prompt(text="".join((*parts, unmarked(rendered[position:]))), control=tuple(spans))
 
-    def _whole_spellings(self, text: str) -> str:
+    def _whole_spellings(self, text: str, check: Callable[[], None]) -> str:
+        check()
         text = _escaped(text)
-        return _marked(text, {start + 1 for start in self._control.starts(text)})
+        return _marked(text, {start + 1 for start in self._control.starts(text, check)})
 
 
 def unmarked(text: str) -> str:
@@ -95,11 +101,12 @@ def _marked(text: str, cuts: set[int]) -> str:
     return MARK.join(text[start:stop] for start, stop in pairwise(edges))
 
 
-def _map_strings(value: Any, change: Callable[[str], str]) -> Any:
+def _map_strings(value: Any, change: Callable[[str, Callable[[], None]], str], check: Callable[[], None]) -> Any:
     if isinstance(value, str):
-        return change(value)
+        return change(value, check)
+    check()
     if isinstance(value, Mapping):
-        return {change(str(key)): _map_strings(item, change) for key, item in value.items()}
+        return {change(str(key), check): _map_strings(item, change, check) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_map_strings(item, change) for item in value]
+        return [_map_strings(item, change, check) for item in value]
     return value

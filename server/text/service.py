@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
+from typing import Any
 
-from server.errors import BadRequest
-from server.request import Conversation, Event, StopRules
+from server.errors import BadRequest, Unavailable
+from server.request import Conversation, Event, Message, StopRules, ToolCall
+from server.text.budget import Abandoned, Budget
 from server.text.chat_template import RENDER_LIMIT_S, ChatTemplate
 from server.text.output import TextOutput
 from server.text.template_sandbox import TemplateTimeout
@@ -16,6 +19,9 @@ from server.text.tokenizer import Tokenizer
 INLINE_CHARS = 4_000
 """Up to here encoding takes 1 to 2 ms on the event loop; longer texts go to a worker thread."""
 
+_ITEM_CHARS = 20
+"""What a message, a part, a call or a value costs beside its characters, in characters."""
+
 INLINE_LIMIT_S = 0.02
 """What a template may take on the event loop; a slower one is started again on a worker thread."""
 
@@ -23,14 +29,26 @@ INLINE_LIMIT_S = 0.02
 class TextService:
     """The tokenizer and chat template of the served model. Owner of the worker threads, which `close` ends."""
 
-    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None, *, workers: int = 2) -> None:
-        """template: None for a model that has no chat template, whose chats are refused."""
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        template: ChatTemplate | None,
+        *,
+        context_tokens: int | None = None,
+        workers: int = 2,
+    ) -> None:
+        """template: None for a model that has no chat template, whose chats are refused.
+
+        context_tokens: what a prompt has to fit into. One that exceeds it by far is not encoded to its end.
+        """
         self.tokenizer = tokenizer
         self._template = template
+        self._context_tokens = context_tokens
         self._workers = ThreadPoolExecutor(workers, thread_name_prefix="text")
+        self._budgets: set[Budget] = set()  # of what waits for a worker or runs on one
 
     async def encode_chat(self, conversation: Conversation) -> tuple[int, ...]:
-        """Prompt tokens of a conversation. Raises BadRequest, see `ChatTemplate.encode`."""
+        """Prompt tokens of a conversation. Raises BadRequest, see `ChatTemplate.encode`, and TooLong."""
         template = self._template
         if template is None:
             raise BadRequest(
@@ -38,25 +56,32 @@ class TextService:
                 param="messages",
                 code="unsupported_value",
             )
-        if _chars(conversation) <= INLINE_CHARS:
+        if not _longer_than(INLINE_CHARS, conversation):
             try:
-                return tuple(template.encode(conversation, limit_s=INLINE_LIMIT_S))
+                return tuple(template.encode(conversation, limit_s=INLINE_LIMIT_S, budget=self._budget("messages")))
             except BadRequest as error:
                 if not isinstance(error.__cause__, TemplateTimeout):
                     raise
-        return await self._in_worker(lambda: template.encode(conversation, limit_s=RENDER_LIMIT_S))
+        return await self._in_worker(
+            lambda budget: template.encode(conversation, limit_s=RENDER_LIMIT_S, budget=budget), param="messages"
+        )
 
     async def encode_prompt(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
         """Prompt tokens of a raw prompt. Control spellings are control tokens here: the caller writes all of it.
 
         add_special_tokens: put the beginning-of-sequence token in front, if the model's tokenizer does so.
+        Raises TooLong. Yields to the event loop at least once, so that a call may encode many prompts.
         """
         add_bos = add_special_tokens and self.tokenizer.adds_bos
 
-        def encode() -> list[int]:
-            return self.tokenizer.encode(text, parse_special=True, add_bos=add_bos)
+        def encode(budget: Budget) -> list[int]:
+            return self.tokenizer.encode(text, parse_special=True, add_bos=add_bos, budget=budget)
 
-        return tuple(encode()) if len(text) <= INLINE_CHARS else await self._in_worker(encode)
+        if len(text) > INLINE_CHARS:
+            return await self._in_worker(encode, param="prompt")
+        tokens = tuple(encode(self._budget("prompt")))
+        await asyncio.sleep(0)
+        return tokens
 
     def output(
         self,
@@ -78,16 +103,50 @@ class TextService:
         )
 
     def close(self) -> None:
-        """End the worker threads; work that runs is finished, work that waits is dropped."""
+        """End the worker threads: work that waits is dropped, work that runs is given up after its current piece."""
+        for budget in self._budgets:
+            budget.abandon()
         self._workers.shutdown(wait=False, cancel_futures=True)
 
-    async def _in_worker(self, encode: Callable[[], list[int]]) -> tuple[int, ...]:
-        return tuple(await asyncio.get_running_loop().run_in_executor(self._workers, encode))
+    def _budget(self, param: str) -> Budget:
+        return Budget(self._context_tokens, param=param)
+
+    async def _in_worker(self, encode: Callable[[Budget], list[int]], *, param: str) -> tuple[int, ...]:
+        """Encode beside the event loop. A cancelled caller ends the work too."""
+        budget = self._budget(param)
+        self._budgets.add(budget)
+        try:
+            return tuple(await asyncio.get_running_loop().run_in_executor(self._workers, encode, budget))
+        except Abandoned:
+            raise Unavailable("The server is shutting down.", code="server_draining") from None
+        finally:
+            budget.abandon()
+            self._budgets.discard(budget)
 
 
-def _chars(conversation: Conversation) -> int:
-    """How much text a template has to render, roughly."""
-    return sum(
-        sum(map(len, message.texts)) + len(message.reasoning or "") + sum(len(c.arguments) for c in message.tool_calls)
-        for message in conversation.messages
-    )
+def _longer_than(chars: int, conversation: Conversation) -> bool:
+    """Whether a template has more than that to render, roughly. Looks at no more than it takes to know."""
+    waiting: list[Iterator[Any]] = [iter((conversation.messages, conversation.template_kwargs))]
+    while waiting:
+        for item in waiting[-1]:
+            chars -= len(item) if isinstance(item, str) else 0
+            chars -= _ITEM_CHARS
+            if chars < 0:
+                return True
+            if inner := _inside(item):
+                waiting.append(inner)
+                break
+        else:
+            waiting.pop()
+    return False
+
+
+def _inside(item: Any) -> Iterator[Any] | None:
+    if isinstance(item, Message):
+        texts = (item.role, item.name, item.reasoning, item.tool_call_id)
+        return chain((text for text in texts if text is not None), item.texts, item.tool_calls)
+    if isinstance(item, ToolCall):
+        return iter((item.id, item.name, item.arguments))
+    if isinstance(item, Mapping):
+        return chain.from_iterable(item.items())
+    return iter(item) if isinstance(item, list | tuple) else None

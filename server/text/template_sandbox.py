@@ -24,6 +24,7 @@ from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
+from server.text.control_spellings import unhurried
 from server.text.guard import RESERVED
 
 MAX_CHARS = 64_000_000
@@ -44,14 +45,22 @@ class TemplateTimeout(Exception):
 
 
 class Deadline:
-    """A point on a monotonic clock, in seconds. `check` raises TemplateTimeout behind it."""
+    """A point on a monotonic clock, in seconds. `check` raises TemplateTimeout behind it, or what `before` raises."""
 
-    def __init__(self, *, limit_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        *,
+        limit_s: float,
+        clock: Callable[[], float] = time.monotonic,
+        before: Callable[[], None] = unhurried,
+    ) -> None:
         self._clock = clock
         self._limit_s = limit_s
         self._end_s = clock() + limit_s
+        self._before = before
 
     def check(self) -> None:
+        self._before()
         if self._clock() > self._end_s:
             raise TemplateTimeout(f"rendering took longer than {self._limit_s:g} s")
 

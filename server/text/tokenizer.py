@@ -12,7 +12,9 @@ import tokenizers
 from tokenizers import AddedToken
 
 from server.errors import StartupError
+from server.text.budget import Budget
 from server.text.control_spellings import ControlSpellings
+from server.text.cuts import Cuts
 from server.text.gguf_tokenizer import read_gguf_vocabulary
 from server.text.token_bytes import byte_level_bytes, sentencepiece_bytes
 
@@ -75,6 +77,8 @@ class Tokenizer:
         self.bos_token_id = bos_token_id
         self.adds_bos = adds_bos and bos_token_id is not None
         self.control = ControlSpellings(self._control_ids)
+        self._cuts = Cuts([self._encode_plain, lambda text: self._run(self._whole, text)], self._bytes, self.control)
+        self._most_chars = _most_chars(backend, added.values(), self._bytes)
         self.stop_token_ids = frozenset(end_token_ids) | {
             index for spelling, index in self._control_ids.items() if spelling in END_MARKERS
         }
@@ -126,14 +130,28 @@ class Tokenizer:
             special_names={name: tokens[index] for name, index in ids.items() if index is not None},
         )
 
-    def encode(self, text: str, *, parse_special: bool, add_bos: bool) -> list[int]:
+    def encode(self, text: str, *, parse_special: bool, add_bos: bool, budget: Budget | None = None) -> list[int]:
         """Token ids of a text; add_bos puts the beginning-of-sequence id in front, where the model has one.
 
         With parse_special the spelling of a control token is that token; without it, it is text like any other and no
         control id comes out, whatever the text. Lone surrogates, which are no text, are read as U+FFFD.
+
+        A long text is encoded in pieces, and its budget is asked after each: raises TooLong and Abandoned. The ids are
+        those of the whole, except where it goes on for `cuts.LONGEST_PIECE_CHARS` characters without words or lines.
         """
-        ids = self._run(self._whole, text) if parse_special else self._encode_plain(text)
-        return [self.bos_token_id, *ids] if add_bos and self.bos_token_id is not None else ids
+        ids = [self.bos_token_id] if add_bos and self.bos_token_id is not None else []
+        budget = budget or Budget()
+        budget.foresee(self.least_tokens(len(text)))
+        for piece in self._cuts.pieces(text):
+            budget.foresee(self.least_tokens(len(piece)))
+            found = self._run(self._whole, piece) if parse_special else self._encode_plain(piece)
+            budget.spend(len(found))
+            ids += found
+        return ids
+
+    def least_tokens(self, chars: int) -> int:
+        """A text of that many characters has at least so many tokens; 0 where the vocabulary allows no such bound."""
+        return chars // self._most_chars if self._most_chars else 0
 
     def encode_control(self, spelling: str) -> int:
         """The id of a control token. Raises KeyError if there is none of that spelling."""
@@ -189,6 +207,23 @@ def _blind_to_control(backend: tokenizers.Tokenizer, added: Mapping[int, AddedTo
         raise StartupError("The tokenizer's added tokens have gaps in their ids, which is not supported.")
     blind.encode_special_tokens = True
     return blind
+
+
+def _most_chars(backend: tokenizers.Tokenizer, added: Iterable[AddedToken], token_bytes: Iterable[bytes]) -> int | None:
+    """How many characters of a text one token can stand for; None if a token can swallow any number of them."""
+    normalizer = _state_types(backend.normalizer)
+    swallows = any(token.lstrip or token.rstrip for token in added)
+    if swallows or not normalizer <= {"Replace", "Prepend", "Sequence"}:
+        return None
+    return max(map(len, token_bytes), default=0) or None
+
+
+def _state_types(part: Any) -> set[str]:
+    """The names of the steps that a part of a pipeline is made of."""
+    if part is None:
+        return set()
+    state = json.loads(part.__getstate__())
+    return {state["type"], *(step["type"] for step in state.get("normalizers", ()))}
 
 
 def _bytes_by_id(backend: tokenizers.Tokenizer, added: Mapping[int, AddedToken]) -> list[bytes]:

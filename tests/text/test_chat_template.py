@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable
 from datetime import datetime
@@ -383,3 +384,30 @@ def test_text_parts_are_lines_and_no_content_is_the_empty_text(smollm2: Tokenize
     messages = (Message(role="user", texts=("a", "b")), Message(role="assistant"))
     prompt = chat.render(Conversation(messages=messages)).text
     assert prompt == "<|im_start|>user\na\nb<|im_end|><|im_start|>assistant\n<|im_end|>"
+
+
+def nested(levels: int, *, inside: str = "1") -> str:
+    return '{"a":' * levels + inside + "}" * levels
+
+
+@pytest.mark.parametrize(
+    "arguments", ["[" * 100_000, '{"a":' * 100_000, nested(900), nested(65), '{"a":' + "[" * 64 + "]" * 64 + "}"]
+)
+def test_arguments_nested_deeper_than_templates_can_follow_are_kept_as_text(smollm2: Tokenizer, arguments: str) -> None:
+    source = "{{ messages[0].tool_calls[0].function.arguments | tojson }}"
+    call = ToolCall(id="1", name="f", arguments=arguments)
+    conversation = Conversation(messages=(Message(role="assistant", tool_calls=(call,)),))
+    assert ChatTemplate(source, smollm2).render(conversation).text == json.dumps({"_raw": arguments})
+
+
+def test_arguments_nested_as_deep_as_a_body_may_be_are_objects(smollm2: Tokenizer) -> None:
+    source = "{{ messages[0].tool_calls[0].function.arguments | tojson(separators=(',', ':')) }}"
+    call = ToolCall(id="1", name="f", arguments=nested(64))
+    conversation = Conversation(messages=(Message(role="assistant", tool_calls=(call,)),))
+    assert ChatTemplate(source, smollm2).render(conversation).text == nested(64)
+
+
+def test_merging_many_turns_takes_time_in_proportion_to_them() -> None:
+    turns = tuple(Message(role="user", texts=("x" * 100,)) for _ in range(20_000))
+    (merged,) = merge_turns(turns)
+    assert merged.texts == ("\n\n".join(["x" * 100] * 20_000),)
