@@ -32,7 +32,7 @@ MAX_ANSWER_BYTES = 64 * 1024 * 1024
 MAX_DEPTH = 64
 LARGE_BODY_BYTES = 256 * 1024
 """Larger bodies are decoded and checked in a worker thread, and their size in values is counted before."""
-MAX_CONTAINERS = 2**18
+MAX_CONTAINERS = 2**17
 MAX_MEMBERS = 2**19
 MAX_VALUES = 3 * 2**20
 """Arrays and objects, members of objects, values of any kind. One decode of that many holds everybody up for some

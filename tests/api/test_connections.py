@@ -15,6 +15,7 @@ import pytest
 
 from server.api import limits
 from server.config import HttpConfig
+from server.request import EngineState
 from tests.fakes import MODEL, FakeEngine, FakeText, ServerThread, echo, fake_context, forever, say
 
 STEP_S = 0.005
@@ -312,3 +313,207 @@ class TestFirstBytes:
                 chunks = [json.loads(line[6:]) for line in answer.text.split("\n\n")[:-2]]
                 said = "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks)
                 assert said == text
+
+
+def post_head(*lines: str, version: str = "1.1", path: str = "/v1/chat/completions") -> bytes:
+    fields = "".join(f"{line}\r\n" for line in ("content-type: application/json", *lines))
+    return f"POST {path} HTTP/{version}\r\n{fields}\r\n".encode()
+
+
+class TestHeads:
+    @pytest.mark.parametrize(
+        "head",
+        [
+            b"GET /health HTTP/1.1\r\nhost: x\r\nx-big: " + b"a" * 1_000_000,
+            b"GET /" + b"a" * 1_000_000,
+            b"GET /health HTTP/1.1\r\nhost: x\r\nx-big: " + b"a" * 66_000 + b"\r\n\r\n",
+            b"GET /health HTTP/1.1\r\nhost: x\r\n" + b"".join(b"x-%d: a\r\n" % i for i in range(300)) + b"\r\n",
+        ],
+        ids=["endless value", "endless url", "large", "many"],
+    )
+    @pytest.mark.parametrize("piece", [1_000, 10_000_000])
+    def test_a_head_that_is_too_large_is_a_431(self, head: bytes, piece: int) -> None:
+        with serving() as server:
+            for before in (b"", b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n"):
+                sock = connect(server)
+                answer = b""
+                try:
+                    for start in range(0, len(before + head), piece):
+                        sock.sendall((before + head)[start : start + piece])
+                    answer = read_all(sock)
+                except OSError:
+                    pass  # closed on what we still sent
+                assert answer.count(b"200 OK") <= (1 if before else 0)
+                assert answer.count(b"HTTP/1.1") <= 2
+                if answer and not before:
+                    assert answer.startswith(b"HTTP/1.1 431 ")
+                    assert b'"code":"headers_too_large"' in answer
+            assert httpx.get(server.url + "/health", headers={"x": "a" * 60_000}).status_code == 200
+
+    def test_a_head_that_does_not_end_is_a_408(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(limits, "HEAD_TIMEOUT_S", 0.3)
+        with serving() as server:
+            sock = connect(server)
+            sock.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
+            assert b"200 OK" in sock.recv(65536)
+            started_s = time.monotonic()
+            for byte in b"GET /health HTTP/1.1\r\n":
+                sock.sendall(bytes([byte]))
+                time.sleep(0.02)
+                if time.monotonic() - started_s > 0.25:
+                    break
+            assert read_all(sock).startswith(b"HTTP/1.1 408 ")
+            assert time.monotonic() - started_s < 2
+
+    @pytest.mark.parametrize("sent", [b"", b"\r\n\r\n"])
+    def test_a_connection_that_never_asks_is_closed(self, sent: bytes) -> None:
+        with serving(http=HttpConfig(keep_alive_s=1.0, sse_keep_alive_s=0.0)) as server:
+            sock = connect(server)
+            sock.sendall(sent)
+            assert read_all(sock) == b""
+
+    @pytest.mark.parametrize(
+        ("head", "status"),
+        [
+            (b"GET /health HTTP/1.1\r\n\r\n", 400),
+            (b"GET /health HTTP/1.1\r\nhost: a\r\nhost: b\r\n\r\n", 400),
+            (b"GET /health HTTP/1.1\r\nhost:\r\nconnection: close\r\n\r\n", 200),
+            (b"GET /health HTTP/1.0\r\n\r\n", 200),
+        ],
+    )
+    def test_one_host_is_needed_from_1_1_on(self, head: bytes, status: int) -> None:
+        with serving() as server:
+            sock = connect(server)
+            sock.sendall(head)
+            assert read_all(sock).startswith(b"HTTP/1.1 %d " % status)
+
+
+class TestProtocolVersions:
+    @pytest.mark.parametrize("chunked", [False, True])
+    @pytest.mark.parametrize("split", [False, True])
+    @pytest.mark.parametrize("upgrade", ["h2c", "websocket"])
+    def test_an_upgrade_is_ignored_and_the_body_is_read(self, upgrade: str, chunked: bool, split: bool) -> None:
+        body = json.dumps(chat_body()).encode()
+        framing = "transfer-encoding: chunked" if chunked else f"content-length: {len(body)}"
+        head = post_head("host: x", f"upgrade: {upgrade}", "connection: Upgrade, HTTP2-Settings", framing)
+        sent = head + (b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body) if chunked else body)
+        asks_only = b"GET /health HTTP/1.1\r\nhost: x\r\nupgrade: h2c\r\nconnection: Upgrade\r\n\r\n"
+        last = b"GET /ready HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
+        with serving(engine=FakeEngine(script=say("ok"))) as server:
+            sock = connect(server)
+            for i in range(0, len(sent), 50 if split else len(sent)):
+                sock.sendall(sent[i : i + (50 if split else len(sent))])
+                time.sleep(0.001)
+            sock.sendall(asks_only + sent + last)
+            answer = read_all(sock)
+            assert answer.count(b"HTTP/1.1 200 OK") == 4
+            assert answer.count(b'"content":"ok"') == 2
+
+    def test_http_1_0_gets_a_stream_without_chunks(self) -> None:
+        with serving(engine=FakeEngine(script=say("ok"))) as server:
+            body = json.dumps(chat_body(stream=True)).encode()
+            sock = connect(server)
+            sock.sendall(post_head(f"content-length: {len(body)}", "connection: keep-alive", version="1.0") + body)
+            head, _, answer = read_all(sock).partition(b"\r\n\r\n")
+            assert b"transfer-encoding" not in head
+            assert b"connection: close" in head
+            assert answer.startswith(b"data: {")
+            assert answer.endswith(b"}\n\ndata: [DONE]\n\n")
+
+    @pytest.mark.parametrize("stream", [False, True])
+    def test_garbage_behind_a_call_does_not_get_into_its_answer(self, stream: bool) -> None:
+        with serving(engine=FakeEngine(script=say("fine"), step_s=0.02)) as server:
+            sock = connect(server)
+            sock.sendall(http_request(chat_body(stream=stream)) + b"\0\0garbage\r\n\r\n")
+            answer = read_all(sock)
+            assert answer.count(b"HTTP/1.1") == 1
+            assert answer.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n" if stream else b"}}")
+
+
+class TestRoomForBodies:
+    def test_a_body_that_trickles_is_a_408(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(limits, "BODY_GRACE_S", 0.3)
+        with serving() as server:
+            sock = connect(server)
+            sock.sendall(post_head("host: x", "content-length: 1000"))
+            for _ in range(12):
+                sock.sendall(b" ")
+                time.sleep(0.02)
+            assert read_all(sock).startswith(b"HTTP/1.1 408 ")
+
+    def test_all_bodies_together_are_bounded(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(limits, "BODIES_IN_MEMORY", 2)
+        http = HttpConfig(max_body_bytes=100_000, sse_keep_alive_s=0.0, shutdown_timeout_s=0.2)
+        with serving(http=http, engine=FakeEngine(script=say("ok"))) as server:
+            held = [connect(server) for _ in range(2)]
+            for sock in held:
+                sock.sendall(post_head("host: x", "content-length: 100000") + b" " * 99_000)
+            time.sleep(0.2)
+            response = httpx.post(server.url + "/v1/chat/completions", json=chat_body(user="u" * 50_000))
+            assert response.status_code == 429
+            assert response.headers["retry-after"] == "1"
+            for sock in held:
+                sock.close()
+            until(lambda: b'status="499"} 2.0' in httpx.get(server.url + "/metrics").content)
+            for _ in range(5):
+                response = httpx.post(server.url + "/v1/chat/completions", json=chat_body(user="u" * 50_000))
+                assert response.status_code == 200
+
+    def test_what_is_refused_anyway_is_refused_before_its_body(self) -> None:
+        with serving() as server:
+            engine_of(server).state = EngineState.LOADING
+            sock = connect(server)
+            sock.sendall(post_head("host: x", "content-length: 1000", "expect: 100-continue"))
+            assert sock.recv(65536).startswith(b"HTTP/1.1 503 ")
+
+    def test_a_half_sent_body_does_not_delay_the_end(self) -> None:
+        with serving() as server:
+            sock = connect(server)
+            sock.sendall(post_head("host: x", "content-length: 1000") + b"{")
+            time.sleep(0.1)
+            started_s = time.monotonic()
+            server.stop()
+            assert time.monotonic() - started_s < 1.5
+            answer = read_all(sock)
+            assert answer.startswith(b"HTTP/1.1 503 ")
+            assert b"server_draining" in answer
+
+
+class TestSlowReaders:
+    def test_a_stream_that_is_not_read_ends_with_one_error(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(limits, "MAX_BACKLOG_BYTES", 100_000)
+        engine = FakeEngine(script=forever, step_s=0.0, context_tokens=200_000)
+        with serving(engine=engine) as server:
+            sock = socket.socket()
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+            sock.connect(("127.0.0.1", server.port))
+            body = chat_body(stream=True, ignore_eos=True, max_tokens=100_000, logprobs=True, top_logprobs=20)
+            sock.sendall(http_request(body, extra="connection: close\r\n"))
+            until(lambda: len(engine.accepted) == 1)
+            until(lambda: engine.live == 0, within_s=30)
+            assert len(engine.cancelled) == 1
+            answer = read_all(sock)
+            assert answer.count(b'"code":"client_too_slow"') == 1
+            assert answer.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
+            assert httpx.post(server.url + "/v1/chat/completions", json=chat_body(max_tokens=5)).status_code == 200
+
+    def test_one_that_takes_nothing_at_all_is_cut(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(limits, "STALLED_CLIENT_S", 0.3)
+        engine = FakeEngine(script=forever, step_s=0.0, context_tokens=200_000)
+        with serving(engine=engine) as server:
+            sock = socket.socket()
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+            sock.connect(("127.0.0.1", server.port))
+            sock.sendall(http_request(chat_body(stream=True, ignore_eos=True, max_tokens=100_000, n=8)))
+            until(lambda: engine.live == 1)
+            until(lambda: engine.live == 0, within_s=20)
+
+    @pytest.mark.parametrize("body", [{"logprobs": True, "top_logprobs": 20}, {"n": 16}])
+    def test_a_whole_answer_is_bounded(self, body: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(limits, "MAX_ANSWER_BYTES", 100_000)
+        engine = FakeEngine(script=forever, step_s=0.0, context_tokens=200_000)
+        with serving(engine=engine) as server:
+            response = httpx.post(server.url + "/v1/chat/completions", json=chat_body(**body), timeout=30)
+            assert response.status_code == 400
+            assert response.json()["error"]["code"] == "answer_too_large"
+            until(lambda: engine.live == 0)

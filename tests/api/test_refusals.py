@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,9 @@ import hypothesis
 import pytest
 from hypothesis import strategies as st
 
+from server.api import body as body_module
+from server.api import limits
+from server.api.body import Tally, tally
 from server.api.limits import MAX_DEPTH, MAX_PROMPTS, MAX_STOP_CHARACTERS, MAX_STOP_STRINGS
 from server.config import HttpConfig
 from server.errors import BadRequest
@@ -40,6 +44,7 @@ BAD_SHARED: list[tuple[dict[str, Any], str, str]] = [
     ({"min_p": -0.01}, "min_p", "decimal_below_min_value"),
     ({"min_p": 1.01}, "min_p", "decimal_above_max_value"),
     ({"repetition_penalty": 0}, "repetition_penalty", "decimal_below_min_value"),
+    ({"repetition_penalty": 0.0099}, "repetition_penalty", "decimal_below_min_value"),
     ({"presence_penalty": 2.01}, "presence_penalty", "decimal_above_max_value"),
     ({"frequency_penalty": -2.01}, "frequency_penalty", "decimal_below_min_value"),
     ({"seed": 2**63}, "seed", "integer_above_max_value"),
@@ -273,6 +278,11 @@ class TestFields:
             assert response.status_code == 404
             assert error_of(response)["code"] == "model_not_found"
             assert error_of(response)["param"] == "model"
+            message = error_of(response)["message"]
+            assert message.startswith("The model `nope")
+            assert (
+                "` does not exist or you do not have access to it. Available: `fake-model`, `second-name`." in message
+            )
         assert (await client.chat(model="second-name")).status_code == 200
 
     async def test_a_template_that_refuses_is_a_400_of_its_own(self, make_client: Make) -> None:
@@ -317,6 +327,7 @@ class TestTolerated:
             {"max_tokens": 5.0},
             {"temperature": 0},
             {"temperature": 2},
+            {"temperature": 1e-9, "repetition_penalty": 0.01},
             {"top_k": -1},
             {"top_k": 0},
             {"top_k": 10**12},
@@ -610,3 +621,105 @@ class TestHostileBodies:
     async def test_any_bytes(self, client: Client, raw: bytes) -> None:
         response = await client.raw("/v1/chat/completions", raw)
         assert 400 <= response.status_code < 500
+
+
+class TestSizes:
+    """What is too large is refused by its length, and no element of it is looked at."""
+
+    @pytest.mark.parametrize(
+        ("body", "param"),
+        [
+            ({"messages": [None] * (limits.MAX_MESSAGES + 1)}, "messages"),
+            ({"messages": user([None] * (limits.MAX_PARTS + 1))}, "messages[0].content"),
+            (
+                {"messages": [{"role": "assistant", "tool_calls": [None] * (limits.MAX_TOOL_CALLS + 1)}]},
+                "messages[0].tool_calls",
+            ),
+            ({"messages": [{"role": "user", "name": "n" * 1025}]}, "messages[0].name"),
+            ({"messages": [{"role": "tool", "tool_call_id": "n" * 1025}]}, "messages[0].tool_call_id"),
+            ({"messages": [{"role": "user", "name": "n" * 1024}] * 257}, "messages"),
+            ({"tools": [None] * (limits.MAX_TOOLS + 1), "tool_choice": "none"}, "tools"),
+            ({"chat_template_kwargs": {str(i): i for i in range(300)}}, "chat_template_kwargs"),
+            ({"chat_template_kwargs": {"x": "a" * 300_000}}, "chat_template_kwargs"),
+            ({"logit_bias": {str(i): None for i in range(limits.MAX_LOGIT_BIAS + 1)}}, "logit_bias"),
+            ({"modalities": [None] * 17}, "modalities"),
+            ({str(i): i for i in range(limits.MAX_FIELDS)}, None),
+        ],
+        ids=name_of,
+    )
+    async def test_is_refused_by_length(self, client: Client, body: dict[str, Any], param: str | None) -> None:
+        response = await client.chat(**body)
+        assert response.status_code == 400
+        assert error_of(response)["param"] == param
+        assert len(response.content) < 1000
+
+    async def test_at_the_bound_passes(self, make_client: Make) -> None:
+        client = make_client(engine=FakeEngine(script=say("ok"), context_tokens=100_000))
+        body: dict[str, Any] = {
+            "messages": [{"role": "user", "content": "x"}] * limits.MAX_MESSAGES,
+            "max_tokens": 1,
+            "logit_bias": {str(i): 1 for i in range(VOCAB_SIZE)},
+        }
+        assert (await client.chat(**body)).status_code == 200
+
+    @pytest.mark.parametrize(
+        "text",
+        [
+            "[" + "[]," * limits.MAX_CONTAINERS + "1]",
+            "{" + ",".join(f'"{i}":1' for i in range(limits.MAX_MEMBERS + 1)) + "}",
+            "[" + "1," * (limits.MAX_VALUES + 1) + "1]",
+        ],
+        ids=["containers", "members", "values"],
+    )
+    async def test_json_of_too_many_values_is_not_decoded(
+        self, client: Client, text: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("orjson.loads", None)
+        response = await client.raw("/v1/completions", f'{{"model":"{MODEL}","x":{text}}}')
+        assert response.status_code == 400
+        assert "too many values" in response.json()["error"]["message"]
+
+    async def test_a_large_body_is_answered_like_a_small_one(self, make_client: Make) -> None:
+        client = make_client(engine=FakeEngine(context_tokens=4_000_000))
+        text = '[{"a\\":[]},' * 200_000  # not JSON of many values but a long text
+        response = await client.complete(prompt=text, max_tokens=3)
+        assert response.json()["choices"][0]["text"] == text[:3]
+        assert (await client.raw("/v1/completions", b"[" * 400_000)).status_code == 400
+        assert error_of(await client.complete(model="x" * 400_000))["code"] == "model_not_found"
+
+    async def test_many_unknown_names_are_remembered_up_to_a_bound(self, client: Client) -> None:
+        for start in range(0, 3000, 500):
+            await client.complete(**{f"u{i}{'x' * 100}": 1 for i in range(start, start + 500)})
+        names = client.app._logged_names
+        assert len(names) <= 1024
+        assert max(map(len, names)) <= 64
+
+
+def json_values(rng: random.Random, depth: int) -> Any:
+    kind = rng.random()
+    if depth == 0 or kind < 0.4:
+        return "".join(rng.choice('"\\[]{},:aé\n') for _ in range(rng.randint(0, 9)))
+    if kind < 0.5:
+        return rng.randint(0, 99)
+    if kind < 0.75:
+        return [json_values(rng, depth - 1) for _ in range(rng.randint(0, 4))]
+    return {str(json_values(rng, 0)): json_values(rng, depth - 1) for _ in range(rng.randint(0, 4))}
+
+
+def plain_tally(value: Any) -> Tally:
+    if not isinstance(value, (list, dict)):
+        return Tally(0, 0, 0)
+    inner = [plain_tally(child) for child in (value.values() if isinstance(value, dict) else value)]
+    return Tally(
+        1 + sum(each.containers for each in inner),
+        (len(value) if isinstance(value, dict) else 0) + sum(each.members for each in inner),
+        max(len(value) - 1, 0) + sum(each.values for each in inner),
+    )
+
+
+def test_the_tally_of_json_is_that_of_its_values_wherever_it_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(body_module, "SCANNED_BYTES", 7)
+    rng = random.Random(1)
+    for _ in range(1000):
+        value = json_values(rng, 4)
+        assert tally(json.dumps(value, ensure_ascii=rng.random() < 0.5).encode()) == plain_tally(value)

@@ -17,8 +17,9 @@ class Client:
 
     def __init__(self, ctx: ApiContext) -> None:
         self.ctx = ctx
+        self.app = build_app(ctx)
         self.http = httpx.AsyncClient(
-            transport=httpx.ASGITransport(app=build_app(ctx), raise_app_exceptions=True), base_url="http://test"
+            transport=httpx.ASGITransport(app=self.app, raise_app_exceptions=True), base_url="http://test"
         )
 
     @property
