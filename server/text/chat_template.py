@@ -75,8 +75,7 @@ class ChatTemplate:
         """
         self._check(conversation)
         budget = budget or Budget()
-        # What a template leaves out is never the words of a user, so these alone may be too much.
-        budget.foresee(self._tokenizer.least_tokens(_users_chars(conversation)))
+        budget.foresee(self._tokenizer.least_tokens(_certain_chars(conversation)))
         deadline = Deadline(limit_s=limit_s, before=budget.check)
         try:
             return self._render(conversation, deadline)
@@ -200,8 +199,9 @@ def _mark_end(message: dict[str, Any]) -> None:
         message[key] = (MARK if text[:1].isspace() else "") + text + END_MARK
 
 
-def _users_chars(conversation: Conversation) -> int:
-    return sum(len(text) for message in conversation.messages if message.role == "user" for text in message.texts)
+def _certain_chars(conversation: Conversation) -> int:
+    """Characters that every template puts into the prompt; earlier thoughts of the assistant are often left out."""
+    return sum(len(text) for message in conversation.messages if message.role != "assistant" for text in message.texts)
 
 
 def _arguments(text: str) -> dict[str, Any]:
