@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
+import os
 import socket
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from tqdm import tqdm
@@ -31,6 +31,7 @@ from server.model.decoder import Decoder
 from server.model.families import count_mtp_layers, spec_from_config, spec_from_gguf
 from server.model.generation import GenerationConfig, read_generation_config
 from server.model.gguf_file import GGUFFile
+from server.model.json_file import read_json_object
 from server.model.kv_arena import KVArena
 from server.model.runner import ModelRunner
 from server.model.source import ModelSource
@@ -46,6 +47,9 @@ from server.text.tokenizer import Tokenizer
 log = logging.getLogger("twinpane")
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+STOP_LIMIT_S = 10.0
+"""How long the step that is on the device may take to end once everything else has."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,30 +88,44 @@ def serve(config: ServeConfig, sock: socket.socket, source: ModelSource) -> int:
     )
     server = build(config, describe(config, source))
 
-    async def run() -> None:
+    async def run() -> bool:
+        """Serve, and end the engine; False if the device did not end its step."""
         await server.engine.start()
         stopping = asyncio.Event()
-        watch = asyncio.create_task(_set_when_failed(server.engine, stopping))
-        try:
-            await serve_http(
-                build_app(server.context),
-                sock,
-                config.http,
-                server.engine,
-                started=lambda: print(_ready_line(server, address_of(sock)), flush=True),
-                stop=stopping,
-            )
-        finally:
-            watch.cancel()
-            await server.engine.stop()
-            server.text.close()
+        async with asyncio.TaskGroup() as tasks:
+            watch = tasks.create_task(_set_when_failed(server.engine, stopping))
+            try:
+                await serve_http(
+                    build_app(server.context),
+                    sock,
+                    config.http,
+                    server.engine,
+                    started=lambda: print(_ready_line(server, address_of(sock)), flush=True),
+                    stop=stopping,
+                )
+            finally:
+                watch.cancel()
+                ended = await server.engine.stop(STOP_LIMIT_S)
+                server.text.close()
+        return ended
 
     with asyncio.Runner(loop_factory=new_event_loop) as runner:
         try:
-            runner.run(run())
+            ended = runner.run(run())
         except SystemExit:  # uvicorn's way to say that it could not start; it has logged why
             return 1
+    if not ended:
+        log.critical("event=exit code=1 reason=step_hangs")
+        _end_process(sock)
     return 1 if server.engine.health().state is EngineState.FAILED else 0
+
+
+def _end_process(sock: socket.socket) -> NoReturn:
+    """End with exit code 1 at once: the interpreter would join the device thread, which hangs."""
+    sock.close()
+    logging.shutdown()
+    sys.stdout.flush()
+    os._exit(1)
 
 
 async def _set_when_failed(engine: InferenceEngine, stopping: asyncio.Event) -> None:
@@ -128,7 +146,7 @@ def describe(config: ServeConfig, source: ModelSource) -> Model:
         metadata = file.metadata
         spec, checkpoint = spec_from_gguf(file, window_keys=wanted.window_keys), GGUFCheckpoint(file)
     else:
-        metadata = _read_config(source.path)
+        metadata = read_json_object(source.path / "config.json")
         checkpoint = SafetensorsCheckpoint(source.path)
         mtp_layers = count_mtp_layers(checkpoint.tensors)
         spec = spec_from_config(metadata, mtp_layers=mtp_layers, window_keys=wanted.window_keys)
@@ -179,7 +197,7 @@ def build(config: ServeConfig, model: Model) -> Server:
         vocab_size=model.spec.vocab,
         metrics=metrics,
     )
-    text = TextService(model.tokenizer, model.template)
+    text = TextService(model.tokenizer, model.template, context_tokens=model.memory.context_tokens)
     context = ApiContext(
         engine=engine,
         text=text,
@@ -207,9 +225,10 @@ def _load(config: ServeConfig, model: Model) -> ModelRunner:
         except (MemoryError, torch.OutOfMemoryError, RuntimeError) as error:
             if isinstance(error, RuntimeError) and "memory" not in str(error).lower():
                 raise
+            cause = str(error).partition("\n")[0] or type(error).__name__
             raise StartupError(
-                f"the system gave less memory than it said was there ({str(error).splitlines()[0]}); lower "
-                f"--kv-cache-memory-bytes or --gpu-memory-utilization"
+                f"the system gave less memory than it said was there ({cause}); lower --kv-cache-memory-bytes or "
+                "--gpu-memory-utilization"
             ) from error
     return ModelRunner(
         Decoder(model.spec, weights, ReferenceKernels()),
@@ -231,24 +250,16 @@ def _defaults(generation: GenerationConfig) -> str:
     return ", ".join(f"{field.name} {getattr(generation.sampling, field.name):g}" for field in fields(SamplingDefaults))
 
 
-def _read_config(folder: Path) -> Mapping[str, Any]:
-    path = folder / "config.json"
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise StartupError(f"{path} cannot be read: {error}") from None
-    if not isinstance(config, dict):
-        raise StartupError(f"{path} is not a JSON object")
-    return config
-
-
 def _tokenizer(
     wanted: ModelConfig, source: ModelSource, metadata: Mapping[str, Any], generation: GenerationConfig
 ) -> Tokenizer:
     if wanted.tokenizer is not None:
-        folder = Path(wanted.tokenizer).expanduser()
-        if not folder.is_dir():
-            raise StartupError(f"--tokenizer: folder {folder} does not exist")
+        path = Path(wanted.tokenizer).expanduser()
+        if not path.exists():
+            raise StartupError(f"--tokenizer: {path} does not exist")
+        if path.is_file() and path.name != "tokenizer.json":
+            raise StartupError(f"--tokenizer: {path} is neither a folder nor a tokenizer.json")
+        folder = path.parent if path.is_file() else path
         return Tokenizer.from_hf_folder(folder, end_token_ids=generation.end_token_ids)
     if source.kind == "gguf":
         return Tokenizer.from_gguf(metadata, end_token_ids=generation.end_token_ids)
@@ -281,10 +292,7 @@ def _own_template(source: ModelSource, metadata: Mapping[str, Any]) -> str | Non
     path = source.path / "tokenizer_config.json"
     if not path.is_file():
         return None
-    try:
-        template = json.loads(path.read_text(encoding="utf-8")).get("chat_template")
-    except (OSError, ValueError, AttributeError) as error:
-        raise StartupError(f"{path} cannot be read: {error}") from None
+    template = read_json_object(path).get("chat_template")
     if isinstance(template, list):  # several named templates; tool use has its own name in old files
         named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
         template = named.get("default")

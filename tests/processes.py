@@ -45,10 +45,16 @@ def environment() -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def serving(model: str, log: Path, *flags: str) -> Iterator[Served]:
-    """A server that is ready; killed at the end if the test has not stopped it."""
+def serving(model: str | Path, log: Path, *flags: str, sabotage: str | None = None) -> Iterator[Served]:
+    """A server that is ready; killed at the end if the test has not stopped it.
+
+    sabotage: Python that runs in the process before the server does, to break a part of it.
+    """
     port = free_port()
-    command = [sys.executable, "-m", "server", "serve", model, "--port", str(port), *flags]
+    program = ["-m", "server"]
+    if sabotage is not None:
+        program = ["-c", f"{sabotage}\nimport sys\nfrom server.__main__ import main\nsys.exit(main())"]
+    command = [sys.executable, *program, "serve", str(model), "--port", str(port), *flags]
     with log.open("w", encoding="utf-8") as out:
         process = subprocess.Popen(command, cwd=ROOT, stdout=out, stderr=out, text=True, env=environment())
     served = Served(url=f"http://127.0.0.1:{port}", process=process, log=log)
