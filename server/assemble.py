@@ -88,8 +88,7 @@ def serve(config: ServeConfig, sock: socket.socket, source: ModelSource) -> int:
     )
     server = build(config, describe(config, source))
 
-    async def run() -> bool:
-        """Serve, and end the engine; False if the device did not end its step."""
+    async def run() -> None:
         await server.engine.start()
         stopping = asyncio.Event()
         async with asyncio.TaskGroup() as tasks:
@@ -107,21 +106,20 @@ def serve(config: ServeConfig, sock: socket.socket, source: ModelSource) -> int:
                 watch.cancel()
                 ended = await server.engine.stop(STOP_LIMIT_S)
                 server.text.close()
-        return ended
+                if not ended:
+                    _end_process(sock)
 
     with asyncio.Runner(loop_factory=new_event_loop) as runner:
         try:
-            ended = runner.run(run())
+            runner.run(run())
         except SystemExit:  # uvicorn's way to say that it could not start; it has logged why
             return 1
-    if not ended:
-        log.critical("event=exit code=1 reason=step_hangs")
-        _end_process(sock)
     return 1 if server.engine.health().state is EngineState.FAILED else 0
 
 
 def _end_process(sock: socket.socket) -> NoReturn:
-    """End with exit code 1 at once: the interpreter would join the device thread, which hangs."""
+    """End with exit code 1 at once: the interpreter would wait for the device thread, which hangs."""
+    log.critical("event=exit code=1 reason=step_hangs")
     sock.close()
     logging.shutdown()
     sys.stdout.flush()

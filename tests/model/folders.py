@@ -1,0 +1,88 @@
+"""Whole model folders as the hub has them: weights, a tokenizer that was trained here, a template, recommendations."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+import torch
+from tokenizers import decoders, models, pre_tokenizers, trainers
+from transformers import MiMoV2FlashConfig, MiMoV2FlashForCausalLM, PreTrainedModel
+
+from tests.model.checkpoints import PRO_CONFIG, pro_tensors, write_checkpoint
+
+VOCAB = 320
+CONTROL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+CHATML = (
+    "{%- for message in messages %}"
+    "{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}"
+    "{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
+)
+XIAOMI_CONFIG: dict[str, Any] = {**PRO_CONFIG, "vocab_size": VOCAB, "sliding_window": 16, "sliding_window_size": 16}
+
+
+def write_tokenizer(folder: Path) -> tokenizers.Tokenizer:
+    """A byte-level BPE over the licence, with the control tokens of ChatML. Ids 0 to VOCAB - 1."""
+    tokenizer = tokenizers.Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB,
+        special_tokens=list(CONTROL),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train([str(Path(__file__).parents[2] / "LICENSE")], trainer)
+    assert tokenizer.get_vocab_size() == VOCAB
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return tokenizer
+
+
+def write_companions(folder: Path, *, jinja: bool = True, **generation: Any) -> None:
+    """The template, as a file of its own or in the list form of old configs, and the recommendations."""
+    config: dict[str, Any] = {"eos_token": "<|im_end|>"}
+    if jinja:
+        (folder / "chat_template.jinja").write_text(CHATML)
+    else:
+        tool_use = {"name": "tool_use", "template": "{{ raise_exception('not this one') }}"}
+        config["chat_template"] = [tool_use, {"name": "default", "template": CHATML}]
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    (folder / "generation_config.json").write_text(json.dumps(generation))
+
+
+def write_mimo_flash(folder: Path) -> PreTrainedModel:
+    """A random hybrid model in the names of transformers, which is the oracle too; a window of 17 keys."""
+    torch.manual_seed(0)
+    config = MiMoV2FlashConfig(
+        vocab_size=VOCAB,
+        hidden_size=48,
+        intermediate_size=64,
+        num_hidden_layers=7,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        head_dim=24,
+        v_head_dim=16,
+        sliding_window=17,
+        moe_intermediate_size=24,
+        n_routed_experts=10,
+        num_experts_per_tok=3,
+        max_position_embeddings=2048,
+    )
+    model = MiMoV2FlashForCausalLM(config).eval().float()
+    for name, tensor in model.named_parameters():
+        if tensor.dim() > 1:  # as transformers starts them all tokens are nearly equal
+            torch.nn.init.normal_(tensor, std=tensor.shape[-1] ** -0.5)
+        elif "sinks" in name:
+            torch.nn.init.normal_(tensor)
+    model.save_pretrained(folder)
+    return model
+
+
+def write_xiaomi(folder: Path, **changes: Any) -> dict[str, torch.Tensor]:
+    """A random model in Xiaomi's published names, with MTP layers; 16 earlier positions seen by window layers."""
+    tensors = pro_tensors(XIAOMI_CONFIG)
+    write_checkpoint(folder, {**XIAOMI_CONFIG, **changes}, tensors)
+    return tensors
