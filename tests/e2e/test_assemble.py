@@ -200,9 +200,14 @@ def test_a_step_that_hangs_does_not_keep_the_process_from_its_end(folder: Path, 
         assert "Traceback" not in served.output()
 
 
+def ask_in_vain(served: Served) -> None:
+    with pytest.raises(httpx.TransportError):
+        complete(served)
+
+
 def test_a_second_interrupt_ends_the_process_at_once_with_code_130(folder: Path, tmp_path: Path) -> None:
     with serving(folder, tmp_path / "log", "--kv-cache-memory-bytes", "64M", sabotage=HANGING_DEVICE) as served:
-        asking = threading.Thread(target=lambda: pytest.raises(httpx.TransportError, complete, served))
+        asking = threading.Thread(target=ask_in_vain, args=(served,))
         asking.start()
         for said in ("the step hangs", "event=drain"):
             wait_for(served, said)
