@@ -28,7 +28,7 @@ from server.model.checkpoint import GGUFCheckpoint
 from server.model.decoder import Decoder
 from server.model.families import spec_from_gguf
 from server.model.gguf_file import GGUFFile
-from server.model.spec import ModelSpec
+from server.model.spec import ModelSpec, MoESpec
 from server.model.weights import Weights, load_weights
 from tests.model.checkpoints import PRO_CONFIG, load_folder, pro_tensors, write_checkpoint, write_gguf
 from tests.model.dense_reference import mimo_logits
@@ -233,8 +233,11 @@ def test_bf16_is_as_close_to_fp32_as_transformers_is(model: Model, tmp_path: Pat
         assert logits.dtype == torch.float32
         ours.append(logits - expected)
         theirs.append(oracle_logits(in_bf16, text).float() - expected)
-    # The median: where rounding changes which expert is chosen, the error is large and a matter of luck.
-    assert torch.cat(ours).abs().median() < 1.2 * torch.cat(theirs).abs().median()
+    errors, reference = torch.cat(ours), torch.cat(theirs)
+    assert errors.abs().median() < 1.2 * reference.abs().median()
+    if not any(isinstance(layer.mlp, MoESpec) for layer in spec.layers):
+        # With experts the few large errors, where rounding changes which one is chosen, are a matter of luck.
+        assert errors.square().mean().sqrt() < 1.2 * reference.square().mean().sqrt()
 
 
 @pytest.fixture(scope="module")
