@@ -83,8 +83,12 @@ class Kernels(Protocol):
         """
         ...
 
+    def pack(self, weight: Tensor) -> Tensor:
+        """A matrix [out, in] in the form that this backend's `linear` reads; done once, when it is loaded."""
+        ...
+
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """x [T, in] times weight [out, in] transposed, plus bias [out]."""
+        """x [T, in] times weight [out, in] transposed, plus bias [out]. weight is packed or plain."""
         ...
 
     def gated(self, gate_up: Tensor, activation: Activation) -> Tensor:

@@ -15,6 +15,8 @@ from typing import Any, NoReturn
 import torch
 from tqdm import tqdm
 
+from kernels.cpu import CpuKernels
+from kernels.interface import Kernels
 from kernels.reference import ReferenceKernels
 from server.api.app import build_app
 from server.api.context import ApiContext
@@ -64,6 +66,7 @@ class Model:
     generation: GenerationConfig
     dtype: torch.dtype
     device: torch.device
+    kernels: Kernels
     memory: MemoryPlan
 
 
@@ -158,6 +161,7 @@ def describe(config: ServeConfig, source: ModelSource) -> Model:
     if tokenizer.vocab_size > spec.vocab:
         log.warning("event=vocabulary_mismatch tokenizer=%d model=%d", tokenizer.vocab_size, spec.vocab)
     dtype = _dtype(wanted.dtype, spec, device)
+    kernels = _kernels(device, dtype)
     memory = plan_memory(
         spec,
         cache=config.cache,
@@ -166,6 +170,7 @@ def describe(config: ServeConfig, source: ModelSource) -> Model:
         dtype=dtype,
         device=device,
         available=available_bytes(device),
+        packed=isinstance(kernels, CpuKernels),
     )
     checkpoint_bytes(spec, checkpoint)  # names every missing or unused tensor
     return Model(
@@ -177,6 +182,7 @@ def describe(config: ServeConfig, source: ModelSource) -> Model:
         generation=generation,
         dtype=dtype,
         device=device,
+        kernels=kernels,
         memory=memory,
     )
 
@@ -218,7 +224,9 @@ def _load(config: ServeConfig, model: Model) -> ModelRunner:
         mininterval=0.1 if sys.stderr.isatty() else 5.0,  # a log file gets few lines
     ) as bar:
         try:
-            weights = load_weights(model.spec, model.checkpoint, model.dtype, model.device, bar.update)
+            weights = load_weights(
+                model.spec, model.checkpoint, model.dtype, model.device, bar.update, model.kernels.pack
+            )
             arena = KVArena(model.spec, model.memory.layout, model.dtype, model.device)
         except (MemoryError, torch.OutOfMemoryError, RuntimeError) as error:
             if isinstance(error, RuntimeError) and "memory" not in str(error).lower():
@@ -229,7 +237,7 @@ def _load(config: ServeConfig, model: Model) -> ModelRunner:
                 "--gpu-memory-utilization"
             ) from error
     return ModelRunner(
-        Decoder(model.spec, weights, ReferenceKernels()),
+        Decoder(model.spec, weights, model.kernels),
         arena,
         slots=config.scheduler.max_sequences,
         context_tokens=model.memory.context_tokens,
@@ -305,12 +313,18 @@ def _device(name: str) -> torch.device:
     return torch.device(name)
 
 
+def _kernels(device: torch.device, dtype: torch.dtype) -> Kernels:
+    """The backend, chosen once."""
+    if device.type == "cpu" and dtype is torch.bfloat16 and CpuKernels.available():
+        return CpuKernels()
+    return ReferenceKernels()
+
+
 def _dtype(name: str, spec: ModelSpec, device: torch.device) -> torch.dtype:
     """ "auto" is the checkpoint's own, but fp32 on a processor that would only emulate bf16 or fp16."""
     if name != "auto":
         return DTYPES[name]
     dtype = DTYPES[spec.dtype]
     if device.type == "cpu" and dtype is not torch.float32:
-        fast = torch.ops.mkldnn._is_mkldnn_bf16_supported()
-        return torch.bfloat16 if fast else torch.float32
+        return torch.bfloat16 if CpuKernels.available() else torch.float32
     return dtype

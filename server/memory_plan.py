@@ -91,12 +91,16 @@ def plan_memory(
     dtype: torch.dtype,
     device: torch.device,
     available: int,
+    packed: bool = False,
 ) -> MemoryPlan:
-    """Divide `available` bytes. Raises StartupError with the numbers and the flag that helps if it is too little."""
+    """Divide `available` bytes. packed: the backend packs its matrices.
+
+    Raises StartupError with the numbers and the flag that helps if it is too little.
+    """
     context = _context_tokens(spec, max_model_tokens)
     full_page, window_page = page_byte_sizes(spec, cache.page_tokens, dtype)
     slab = choose_slab_bytes(full_page, window_page)
-    weights = weight_bytes(spec, dtype)
+    weights = weight_bytes(spec, dtype, packed=packed)
     fixed = _step_bytes(spec, scheduler) + _table_bytes(context, cache, scheduler)
     gathered = _gather_share(spec, dtype)
 

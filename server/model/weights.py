@@ -20,6 +20,7 @@ from server.model.families.names import TensorNames
 from server.model.spec import AttentionSpec, LayerSpec, ModelSpec, MoESpec
 
 Progress = Callable[[int], None]
+Pack = Callable[[Tensor], Tensor]
 
 _CHUNK_BYTES = 64 * 2**20
 
@@ -105,9 +106,10 @@ def tensor_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def weight_bytes(spec: ModelSpec, dtype: torch.dtype) -> int:
-    """Memory that the loaded weights take, computed without reading any."""
-    total = 0
+def weight_bytes(spec: ModelSpec, dtype: torch.dtype, *, packed: bool = False) -> int:
+    """Memory that the loaded weights take, computed without reading any. Packed, a head that is tied to the embedding
+    is a matrix of its own."""
+    total = spec.vocab * spec.hidden * dtype.itemsize if packed and spec.tied_embeddings else 0
     for name, shape in tensor_shapes(spec).items():
         total += math.prod(shape) * _stored_dtype(name, dtype).itemsize
     for layer in (*spec.layers, *spec.mtp_layers):
@@ -168,12 +170,14 @@ def load_weights(
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
     progress: Progress = lambda read_bytes: None,
+    pack: Pack = lambda matrix: matrix,
 ) -> Weights:
-    """Read a whole model. progress is called with the number of checkpoint bytes just read.
+    """Read a whole model. progress is called with the number of checkpoint bytes just read. Every matrix that the
+    decoder multiplies by goes through pack as soon as it is complete, see `kernels.interface.Kernels.pack`.
 
     Raises StartupError that names missing, unused or misshapen tensors, before any weight is read.
     """
-    return _Loader(spec, checkpoint, dtype, torch.device(device), progress).load()
+    return _Loader(spec, checkpoint, dtype, torch.device(device), progress, pack).load()
 
 
 def checkpoint_bytes(spec: ModelSpec, checkpoint: Checkpoint) -> int:
@@ -192,13 +196,20 @@ def _names(spec: ModelSpec, checkpoint: Checkpoint) -> TensorNames:
 
 class _Loader:
     def __init__(
-        self, spec: ModelSpec, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, progress: Progress
+        self,
+        spec: ModelSpec,
+        checkpoint: Checkpoint,
+        dtype: torch.dtype,
+        device: torch.device,
+        progress: Progress,
+        pack: Pack,
     ) -> None:
         self.spec = spec
         self.checkpoint = checkpoint
         self.dtype = dtype
         self.device = device
         self.progress = progress
+        self.pack = pack
         self.shapes = tensor_shapes(spec)
         self.table = _names(spec, checkpoint)
         self.names = find_names(checkpoint, list(self.shapes), self.table)
@@ -211,12 +222,12 @@ class _Loader:
             embedding=embedding,
             layers=tuple(self._layer(f"layers.{index}", layer) for index, layer in enumerate(spec.layers)),
             final_norm=self._matrix("final_norm"),
-            head=embedding if spec.tied_embeddings else self._matrix("head"),
+            head=self.pack(embedding) if spec.tied_embeddings else self._packed("head"),
             mtp=tuple(
                 MTPWeights(
                     enorm=self._matrix(f"mtp.{index}.enorm"),
                     hnorm=self._matrix(f"mtp.{index}.hnorm"),
-                    eh_proj=self._matrix(f"mtp.{index}.eh_proj"),
+                    eh_proj=self._packed(f"mtp.{index}.eh_proj"),
                     layer=self._layer(f"mtp.{index}", layer),
                     final_norm=self._matrix(f"mtp.{index}.final_norm"),
                 )
@@ -240,9 +251,9 @@ class _Loader:
             q_norm, k_norm = self._matrix(f"{at}.q_norm"), self._matrix(f"{at}.k_norm")
             qk_norm = torch.cat((q_norm.expand(attention.heads, -1), k_norm.expand(attention.kv_heads, -1)))
         return AttentionWeights(
-            qkv=self._matrix(f"{at}.q", f"{at}.k", f"{at}.v"),
+            qkv=self._packed(f"{at}.q", f"{at}.k", f"{at}.v"),
             qkv_bias=self._matrix(f"{at}.q_bias", f"{at}.k_bias", f"{at}.v_bias") if attention.qkv_bias else None,
-            output=self._matrix(f"{at}.o"),
+            output=self._packed(f"{at}.o"),
             output_bias=self._matrix(f"{at}.o_bias") if attention.output_bias else None,
             qk_norm=qk_norm,
             sinks=self._matrix(f"{at}.sinks") if attention.sinks else None,
@@ -250,9 +261,9 @@ class _Loader:
 
     def _dense(self, at: str, bias: bool) -> DenseWeights:
         return DenseWeights(
-            gate_up=self._matrix(f"{at}.gate", f"{at}.up"),
+            gate_up=self._packed(f"{at}.gate", f"{at}.up"),
             gate_up_bias=self._matrix(f"{at}.gate_bias", f"{at}.up_bias") if bias else None,
-            down=self._matrix(f"{at}.down"),
+            down=self._packed(f"{at}.down"),
             down_bias=self._matrix(f"{at}.down_bias") if bias else None,
         )
 
@@ -270,6 +281,10 @@ class _Loader:
             gate_up=gate_up,
             down=down,
         )
+
+    def _packed(self, *parts: str) -> Tensor:
+        """A matrix to multiply by. Packing holds this one matrix twice for a moment."""
+        return self.pack(self._matrix(*parts))
 
     def _matrix(self, *parts: str) -> Tensor:
         """One tensor, or several joined along their rows."""
