@@ -91,13 +91,21 @@ class House:
         return [output.tokens for output in self.outputs[request_id]]
 
     def assert_empty(self) -> None:
-        self.scheduler.check()
-        assert self.scheduler.idle
-        assert self.scheduler._requests == {}
-        assert self.scheduler._waiting == []
-        assert self.cache.held_pages(PageKind.FULL) == self.cache.held_pages(PageKind.WINDOW) == 0
-        assert self.cache.usage(PageKind.FULL) == self.cache.usage(PageKind.WINDOW) == 0
+        assert_nothing_left(self.scheduler, self.cache)
 
     def _ended(self, request_id: RequestId, facts: RequestFacts) -> None:
         assert request_id not in self.ended, "a request ended twice"
         self.ended[request_id] = facts
+
+
+def assert_nothing_left(scheduler: Scheduler, cache: KVCache) -> None:
+    """Every map is empty and every page is back."""
+    scheduler.check()
+    assert scheduler.idle
+    assert not scheduler._requests
+    assert not scheduler._sequences
+    assert not scheduler._running
+    assert not scheduler._waiting
+    assert not cache._rows
+    assert not cache._quarantine
+    assert all(cache.usage(kind) == 0 for kind in PageKind)

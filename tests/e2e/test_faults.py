@@ -22,9 +22,9 @@ from server.config import HttpConfig, KVLayout, SchedulerConfig
 from server.engine import InferenceEngine
 from server.metrics import Metrics
 from server.scheduler.scheduler import Scheduler
-from server.step import PageKind
 from tests.fake_device import FakeDevice, text_alone
 from tests.fakes import VOCAB_SIZE, FakeText
+from tests.house import assert_nothing_left
 
 LAYOUT = KVLayout(page_tokens=4, window_tokens=7, full_page_bytes=3, window_page_bytes=5, slab_bytes=15, slab_count=120)
 STEADY = "the steady one"
@@ -65,13 +65,7 @@ class House:
             await self.engine.stop()
 
     def assert_empty(self) -> None:
-        scheduler = self.engine._scheduler
-        scheduler.check()
-        assert scheduler.idle
-        assert not scheduler._requests
-        assert not scheduler._waiting
-        assert not self.cache._rows
-        assert all(self.cache.usage(kind) == 0 for kind in PageKind)
+        assert_nothing_left(self.engine._scheduler, self.cache)
 
 
 @pytest.fixture

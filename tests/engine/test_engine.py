@@ -17,6 +17,7 @@ from server.request import EngineState, FinishReason, GenerationRequest, Request
 from server.scheduler.scheduler import Scheduler
 from server.step import PageKind, RowPlan, RowResult, StepPlan
 from tests.fake_device import CollectedOutput, FakeDevice, text_alone
+from tests.house import assert_nothing_left
 
 LAYOUT = KVLayout(page_tokens=4, window_tokens=7, full_page_bytes=3, window_page_bytes=5, slab_bytes=15, slab_count=60)
 
@@ -70,13 +71,7 @@ class House:
         return collected
 
     def assert_empty(self) -> None:
-        scheduler = self.engine._scheduler
-        scheduler.check()
-        assert scheduler.idle
-        assert not scheduler._requests
-        assert not scheduler._waiting
-        assert not self.cache._rows
-        assert all(self.cache.usage(kind) == 0 for kind in PageKind)
+        assert_nothing_left(self.engine._scheduler, self.cache)
 
 
 def void(_value: object) -> None:
