@@ -28,7 +28,7 @@ from server.model.checkpoint import GGUFCheckpoint
 from server.model.decoder import Decoder
 from server.model.families import spec_from_gguf
 from server.model.gguf_file import GGUFFile
-from server.model.spec import ModelSpec, MoESpec
+from server.model.spec import ModelSpec
 from server.model.weights import Weights, load_weights
 from tests.model.checkpoints import PRO_CONFIG, load_folder, pro_tensors, write_checkpoint, write_gguf
 from tests.model.dense_reference import mimo_logits
@@ -225,8 +225,9 @@ def test_bf16_is_as_close_to_fp32_as_transformers_is(model: Model, tmp_path: Pat
     oracle.save_pretrained(tmp_path)
     _, weights = load_folder(tmp_path, dtype=torch.bfloat16)
     in_bf16 = copy.deepcopy(oracle).to(torch.bfloat16)
-    texts = prompts(spec.vocab, (150, 80))
-    sequences = PagedSequences(spec, weights, page_tokens=4, tokens=512, dtype=torch.bfloat16)
+    # Long enough that the few large errors, where rounding changes which expert is chosen, are no matter of luck.
+    texts = prompts(spec.vocab, (150, 80, 200, 200, 200, 120))
+    sequences = PagedSequences(spec, weights, page_tokens=4, tokens=1200, dtype=torch.bfloat16)
     ours, theirs = [], []
     for text, logits in zip(texts, run_interleaved(sequences, texts, (1, 7, 64)), strict=True):
         expected = oracle_logits(oracle, text)
@@ -235,9 +236,7 @@ def test_bf16_is_as_close_to_fp32_as_transformers_is(model: Model, tmp_path: Pat
         theirs.append(oracle_logits(in_bf16, text).float() - expected)
     errors, reference = torch.cat(ours), torch.cat(theirs)
     assert errors.abs().median() < 1.2 * reference.abs().median()
-    if not any(isinstance(layer.mlp, MoESpec) for layer in spec.layers):
-        # With experts the few large errors, where rounding changes which one is chosen, are a matter of luck.
-        assert errors.square().mean().sqrt() < 1.2 * reference.square().mean().sqrt()
+    assert errors.square().mean().sqrt() < 1.2 * reference.square().mean().sqrt()
 
 
 @pytest.fixture(scope="module")
