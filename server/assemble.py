@@ -194,7 +194,7 @@ def build(config: ServeConfig, model: Model) -> Server:
     print(f"  {'sampling defaults':<17} {_defaults(model.generation)}", flush=True)
     runner = _load(config, model)
     cache = KVCache(model.memory.layout)
-    metrics = Metrics(names[0])
+    metrics = Metrics(names[0], context_tokens=model.memory.context_tokens)
     engine = InferenceEngine(
         lambda on_end: Scheduler(config.scheduler, cache, context_tokens=model.memory.context_tokens, on_end=on_end),
         runner,

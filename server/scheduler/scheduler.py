@@ -80,14 +80,13 @@ class Scheduler:
         self._sequences: dict[SequenceId, Sequence] = {}
         self._running: dict[SequenceId, Sequence] = {}
         self._waiting: list[Sequence] = []
-        self._waiting_count = 0
         self._free_slots = list(range(config.max_sequences - 1, -1, -1))
         self._sequence_ids = itertools.count()
         self._step_ids = itertools.count()
         self._preemptions = 0
 
     def __repr__(self) -> str:
-        return f"<Scheduler {len(self._running)} running, {self._waiting_count} waiting, {self._cache!r}>"
+        return f"<Scheduler {len(self._running)} running, {self.waiting} waiting, {self._cache!r}>"
 
     @property
     def running(self) -> int:
@@ -95,7 +94,7 @@ class Scheduler:
 
     @property
     def waiting(self) -> int:
-        return self._waiting_count
+        return len(self._sequences) - len(self._running)
 
     @property
     def idle(self) -> bool:
@@ -118,9 +117,9 @@ class Scheduler:
                 param="n",
             )
         # What finds a free slot does not wait.
-        if self._waiting_count + choices - len(self._free_slots) > self._config.max_queued_requests:
+        if self.waiting + choices - len(self._free_slots) > self._config.max_queued_requests:
             raise Overloaded(
-                f"The server already has {self._waiting_count} requests waiting. Please retry later.",
+                f"The server already has {self.waiting} requests waiting. Please retry later.",
                 retry_after_s=RETRY_AFTER_S,
             )
         accepted = _Accepted(request=request, live={})
@@ -167,7 +166,7 @@ class Scheduler:
         """Tell everybody that it is over and forget them, without a look at pages: for when an invariant is broken or
         a step never ends. Nothing can run afterwards."""
         accepted, self._requests = list(self._requests.values()), {}
-        self._sequences, self._running, self._waiting, self._waiting_count = {}, {}, [], 0
+        self._sequences, self._running, self._waiting = {}, {}, []
         for each in accepted:
             for sequence in each.live.values():
                 _guarded(partial(sequence.output.fail, error))
@@ -238,7 +237,6 @@ class Scheduler:
         """Assert that queue, running set, slots, requests and cache tell one story."""
         self._cache.check()
         waiting = {s.id for s in self._waiting if self._is_waiting(s)}
-        assert len(waiting) == self._waiting_count
         assert not waiting & self._running.keys()
         assert waiting | self._running.keys() == self._sequences.keys()
         live = [s for accepted in self._requests.values() for s in accepted.live]
@@ -310,7 +308,6 @@ class Scheduler:
             if not self._cache.fits(self._outstanding() + demand):
                 return
             heapq.heappop(self._waiting)
-            self._waiting_count -= 1
             sequence.slot = SlotId(self._free_slots.pop())
             sequence.epoch += 1
             sequence.computed_tokens = self._cache.open(sequence.id, sequence.slot)
@@ -347,7 +344,6 @@ class Scheduler:
 
     def _enqueue(self, sequence: Sequence) -> None:
         heapq.heappush(self._waiting, sequence)
-        self._waiting_count += 1
 
     def _least_worthy(self, planned: set[SequenceId]) -> Sequence | None:
         """Whom to preempt: the last in order that is not in this plan, never the longest waiting."""
@@ -398,11 +394,9 @@ class Scheduler:
         """Forget a sequence and give back all it holds, whatever it was doing."""
         if sequence.slot is not None:
             self._stop_running(sequence)
-        else:
-            self._waiting_count -= 1
         del self._sequences[sequence.id]
         del self._requests[sequence.request.request_id].live[sequence.id]
-        if len(self._waiting) > 2 * self._waiting_count:
+        if len(self._waiting) > 2 * self.waiting:
             self._waiting = [entry for entry in self._waiting if self._is_waiting(entry)]
             heapq.heapify(self._waiting)
 
