@@ -15,7 +15,7 @@ from server.errors import BadRequest, EngineFailed, Unavailable
 from server.metrics import RequestFacts, StepFacts
 from server.request import EngineState, FinishReason, GenerationRequest, RequestId, SamplingParams, StopRules
 from server.scheduler.scheduler import Scheduler
-from server.step import PageKind, RowPlan, RowResult, StepPlan
+from server.step import PageId, PageKind, PageMove, RowPlan, RowResult, StepPlan
 from tests.fake_device import CollectedOutput, FakeDevice, text_alone
 from tests.house import assert_nothing_left
 
@@ -256,6 +256,25 @@ async def test_a_row_that_is_run_again_alone_gets_its_opening_and_no_page_moves(
             assert [opening.slot for opening in plan.opened] == [row.slot]
             assert plan.moves == ()
             assert plan.writes == first.writes
+
+
+async def test_page_moves_are_made_once_however_often_rows_are_run() -> None:
+    house = House()
+    house.engine._state = EngineState.READY
+    for number in (1, 42, 7):
+        house.submit(f"{number}", (number, 2, 3), outputs=3)
+    plan = house.engine._scheduler.plan(0.0)
+    assert plan is not None
+    unused = PageId(200)
+    move = PageMove(kind=PageKind.FULL, source=unused, target=PageId(201))
+    house.device.fails = fail_for(42)
+    result, broken = house.engine._run_on_device(replace(plan, moves=(move,)))
+    assert not broken
+    assert [row.failure is None for row in result.rows] == [True, False, True]
+    assert house.device.steps == 4
+    assert house.device.moves == 1
+    house.engine._scheduler.commit(plan, result, 0.1)
+    await house.engine.stop()
 
 
 async def test_a_token_outside_the_vocabulary_is_refused_before_it_meets_others() -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 
@@ -276,49 +277,45 @@ def test_after_the_longest_waiting_one_decodes_go_before_prompts() -> None:
 
 
 def test_memory_always_comes_to_the_longest_waiting_and_shortage_falls_on_the_last_in_order() -> None:
-    house = FakeHouse(layout(slabs=9, window_tokens=16), prefill_chunk_tokens=8, step_token_budget=64)
+    """The longest waiting one has the largest prompt, so by its key alone it would be the first to go."""
+    house = FakeHouse(layout(slabs=14, window_tokens=16), prefill_chunk_tokens=8, step_token_budget=64)
     scheduler = house.scheduler
-    preempt = scheduler._preempt
-    seen = 0
+    plan_row, preempt = scheduler._plan_row, scheduler._preempt
+    choices: list[int] = []
+    planned: set[int] = set()
+
+    def noting(sequence: Sequence, plan: Any) -> bool:
+        planned.clear()
+        planned.update(plan.planned)
+        return plan_row(sequence, plan)
 
     def watched(victim: Sequence) -> None:
-        nonlocal seen
-        seen += 1
         running = list(scheduler._running.values())
         oldest = min(running, key=lambda s: (s.request.arrival_s, s.id))
-        assert victim is not oldest or len(running) == 1
-        unplanned = [s for s in running if s is not oldest and s.id not in planned()]
-        assert victim is max(unplanned, key=lambda s: (s.key, s.id))
+        assert victim is not oldest
+        others = [s for s in running if s is not oldest and s.id not in planned]
+        assert victim is max(others, key=lambda s: (s.key, s.id))
+        choices.append(len(others))
         preempt(victim)
 
-    def planned() -> set[int]:
-        return {row.sequence for row in building.rows}
-
-    plan_row = scheduler._plan_row
-    building = None
-
-    def noting(sequence: Sequence, plan: object) -> bool:
-        nonlocal building
-        building = plan
-        return plan_row(sequence, plan)  # type: ignore[arg-type]
-
-    scheduler._preempt = watched  # type: ignore[method-assign]
-    scheduler._plan_row = noting  # type: ignore[method-assign]
-    first_rows: list[int] = []
-
-    def note(plan: StepPlan) -> None:
-        running = scheduler._running.values()
-        oldest = min(running, key=lambda s: (s.request.arrival_s, s.id))
-        if plan.rows and oldest.epoch == 1:
-            first_rows.append(plan.rows[0].sequence == oldest.id)
-
-    house.device.before_step = note
-    for number in range(8):
-        house.submit(f"{number}", tuple(range(number, 4 * number + 6)), outputs=50 + 5 * number, seed=number)
-        house.now += 0.001
-    house.run()
-    assert seen > 3
-    assert all(first_rows)
+    scheduler._plan_row, scheduler._preempt = noting, watched  # type: ignore[method-assign]
+    sizes = [40, 6, 20, 9, 30, 12, 25, 7]
+    first: list[int] = []
+    going = True
+    while going or sizes:
+        if sizes:
+            size = sizes.pop(0)
+            house.submit(f"{size}", tuple(range(size)), outputs=90 - size, seed=size)
+            house.now += 0.0005
+        before = list(scheduler._running.values())  # whoever joins in this plan comes behind them
+        first.clear()
+        going = house.step(before=lambda plan: first.append(plan.rows[0].sequence))
+        if before:
+            assert first == [min(before, key=lambda s: (s.request.arrival_s, s.id)).id]
+    assert len(choices) > 3
+    assert max(choices) > 2, "there was a choice"
+    for request_id in house.ended:
+        house.assert_answers(request_id, seed=int(request_id))
 
 
 def test_admission_leaves_room_for_what_the_running_ones_still_need() -> None:
@@ -339,7 +336,7 @@ def test_admission_leaves_room_for_what_the_running_ones_still_need() -> None:
 def test_an_answer_that_needs_one_more_page_keeps_a_newcomer_waiting() -> None:
     house = FakeHouse(layout(slabs=4, page_tokens=4, window=0), prefill_chunk_tokens=64, step_token_budget=64)
     assert house.cache.layout.full_pages_per_slab * 4 == 20
-    house.submit("answer", tuple([1] * 36), outputs=20)  # nine pages, and it will need up to five more
+    house.submit("answer", tuple([1] * 33), outputs=20)  # nine pages with room for three tokens, and then it needs more
     house.step()
     house.submit("newcomer", tuple([2] * 42), outputs=2)  # eleven pages, just what is free
     house.step()
