@@ -10,7 +10,7 @@ from server.errors import BadRequest, EngineFailed, Overloaded, TooLong
 from server.request import FinishReason, GenerationRequest, RequestId, SamplingParams, StopRules
 from server.scheduler.priority import priority_tokens, standing_key
 from server.scheduler.sequence import Sequence
-from server.step import PageKind, RowPlan, StepPlan
+from server.step import PageKind, RowPlan
 from tests.fake_device import CollectedOutput, FakeDevice, text_alone
 from tests.house import House
 
@@ -299,14 +299,18 @@ def test_memory_always_comes_to_the_longest_waiting_and_shortage_falls_on_the_la
         preempt(victim)
 
     scheduler._plan_row, scheduler._preempt = noting, watched  # type: ignore[method-assign]
-    sizes = [40, 6, 20, 9, 30, 12, 25, 7]
-    first: list[int] = []
-    going = True
-    while going or sizes:
-        if sizes:
-            size = sizes.pop(0)
+
+    def submit(*sizes: int) -> None:
+        for size in sizes:
             house.submit(f"{size}", tuple(range(size)), outputs=90 - size, seed=size)
             house.now += 0.0005
+
+    submit(40)
+    house.step()
+    submit(6, 20, 9, 30, 12, 25, 7)
+    first: list[int] = []
+    going = True
+    while going:
         before = list(scheduler._running.values())  # whoever joins in this plan comes behind them
         first.clear()
         going = house.step(before=lambda plan: first.append(plan.rows[0].sequence))
