@@ -7,9 +7,9 @@ in the order in which they are used; one packing serves every number of rows.
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from kernels.quantized import Matrix
 from kernels.reference import ReferenceKernels
 
 
@@ -22,14 +22,14 @@ class CpuKernels(ReferenceKernels):
         supported = getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", None)  # absent in a torch without oneDNN
         return supported is not None and bool(supported())
 
-    def pack(self, weight: Tensor) -> Tensor:
-        if weight.dtype is not torch.bfloat16 or weight.dim() != 2:
+    def pack(self, weight: Matrix) -> Matrix:
+        if not isinstance(weight, Tensor) or weight.dtype is not torch.bfloat16 or weight.dim() != 2:
             return weight
         packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, 1)
         return packed
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        if weight.is_mkldnn:
+    def linear(self, x: Tensor, weight: Matrix, bias: Tensor | None = None) -> Tensor:
+        if isinstance(weight, Tensor) and weight.is_mkldnn:
             product: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
             return product
-        return F.linear(x, weight, bias)
+        return super().linear(x, weight, bias)

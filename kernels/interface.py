@@ -11,6 +11,8 @@ from typing import Any, Literal, Protocol
 
 from torch import Tensor
 
+from kernels.quantized import Matrix
+
 Activation = Literal["silu", "gelu_tanh"]
 
 
@@ -83,12 +85,16 @@ class Kernels(Protocol):
         """
         ...
 
-    def pack(self, weight: Tensor) -> Tensor:
-        """A matrix [out, in] in the form that this backend's `linear` reads; done once, when it is loaded."""
+    def pack(self, weight: Matrix) -> Matrix:
+        """A matrix [out, in] in the form that this backend's `linear` reads; done once, when it is loaded.
+
+        A quantized matrix is never quantized again: it stays as the checkpoint has it, or is laid out anew.
+        """
         ...
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """x [T, in] times weight [out, in] transposed, plus bias [out]. weight is packed or plain."""
+    def linear(self, x: Tensor, weight: Matrix, bias: Tensor | None = None) -> Tensor:
+        """x [T, in] times weight [out, in] transposed, plus bias [out]. weight is packed or plain; a quantized one
+        means its values in x's dtype."""
         ...
 
     def gated(self, gate_up: Tensor, activation: Activation) -> Tensor:
@@ -106,7 +112,7 @@ class Kernels(Protocol):
         ...
 
     def experts(
-        self, x: Tensor, chosen: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, activation: Activation
+        self, x: Tensor, chosen: Tensor, weights: Tensor, gate_up: Matrix, down: Matrix, activation: Activation
     ) -> Tensor:
         """Sum over a token's chosen experts of weight * down(act(gate(x)) * up(x)).
 

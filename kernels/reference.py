@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.interface import Activation, PagedKV, PageGeometry, StepRows, WriteIndex
+from kernels.quantized import Matrix, dense
 from kernels.reference_attention import AttentionPlan, paged_attention, plan_attention
 
 
@@ -42,9 +43,9 @@ def route(
 
 
 def experts(
-    x: Tensor, chosen: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, activation: Activation
+    x: Tensor, chosen: Tensor, weights: Tensor, gate_up: Matrix, down: Matrix, activation: Activation
 ) -> Tensor:
-    """Tokens are sorted by expert, so each expert that is hit is one pair of matrix products."""
+    """Tokens are sorted by expert, so each expert that is hit is one pair of matrix products, dequantized once."""
     active = chosen.shape[1]
     order = torch.argsort(chosen.flatten(), stable=True)
     tokens = order // active
@@ -55,8 +56,8 @@ def experts(
     for expert, count in enumerate(per_expert):
         if count:
             span = slice(start, start + count)
-            inner = gated(F.linear(gathered[span], gate_up[expert]), activation)
-            result[span] = F.linear(inner, down[expert])
+            inner = gated(F.linear(gathered[span], dense(gate_up[expert], x.dtype)), activation)
+            result[span] = F.linear(inner, dense(down[expert], x.dtype))
             start += count
     weighted = torch.empty_like(result)
     weighted[order] = result * weights.flatten()[order, None].to(result.dtype)
@@ -84,11 +85,11 @@ class ReferenceKernels:
     def rope(self, x: Tensor, cos: Tensor, sin: Tensor) -> None:
         rope(x, cos, sin)
 
-    def pack(self, weight: Tensor) -> Tensor:
+    def pack(self, weight: Matrix) -> Matrix:
         return weight
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        return F.linear(x, weight, bias)
+    def linear(self, x: Tensor, weight: Matrix, bias: Tensor | None = None) -> Tensor:
+        return F.linear(x, dense(weight, x.dtype), bias)
 
     def gated(self, gate_up: Tensor, activation: Activation) -> Tensor:
         return gated(gate_up, activation)
@@ -99,6 +100,6 @@ class ReferenceKernels:
         return route(x, router, bias, active=active, normalize=normalize, scale=scale)
 
     def experts(
-        self, x: Tensor, chosen: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, activation: Activation
+        self, x: Tensor, chosen: Tensor, weights: Tensor, gate_up: Matrix, down: Matrix, activation: Activation
     ) -> Tensor:
         return experts(x, chosen, weights, gate_up, down, activation)

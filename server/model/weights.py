@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from kernels.quantized import Matrix
 from server.errors import StartupError
 from server.model.checkpoint import Checkpoint, find_names
 from server.model.families import tensor_names
@@ -20,7 +21,7 @@ from server.model.families.names import TensorNames
 from server.model.spec import AttentionSpec, LayerSpec, ModelSpec, MoESpec
 
 Progress = Callable[[int], None]
-Pack = Callable[[Tensor], Tensor]
+Pack = Callable[[Matrix], Matrix]
 
 _CHUNK_BYTES = 64 * 2**20
 
@@ -32,9 +33,9 @@ class AttentionWeights:
     sinks [H] are fp32.
     """
 
-    qkv: Tensor
+    qkv: Matrix
     qkv_bias: Tensor | None
-    output: Tensor
+    output: Matrix
     output_bias: Tensor | None
     qk_norm: Tensor | None
     sinks: Tensor | None
@@ -44,9 +45,9 @@ class AttentionWeights:
 class DenseWeights:
     """gate_up [2 * width, M], gate first; down [M, width]."""
 
-    gate_up: Tensor
+    gate_up: Matrix
     gate_up_bias: Tensor | None
-    down: Tensor
+    down: Matrix
     down_bias: Tensor | None
 
 
@@ -56,8 +57,8 @@ class MoEWeights:
 
     router: Tensor
     router_bias: Tensor
-    gate_up: Tensor
-    down: Tensor
+    gate_up: Matrix
+    down: Matrix
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +77,7 @@ class MTPWeights:
 
     enorm: Tensor
     hnorm: Tensor
-    eh_proj: Tensor
+    eh_proj: Matrix
     layer: LayerWeights
     final_norm: Tensor
 
@@ -88,7 +89,7 @@ class Weights:
     embedding: Tensor
     layers: tuple[LayerWeights, ...]
     final_norm: Tensor
-    head: Tensor
+    head: Matrix
     mtp: tuple[MTPWeights, ...]
 
 
@@ -282,7 +283,7 @@ class _Loader:
             down=down,
         )
 
-    def _packed(self, *parts: str) -> Tensor:
+    def _packed(self, *parts: str) -> Matrix:
         """A matrix to multiply by. Packing holds this one matrix twice for a moment."""
         return self.pack(self._matrix(*parts))
 
