@@ -13,7 +13,11 @@ from torch import Tensor
 
 from kernels.quantized import Matrix
 
-Activation = Literal["silu", "gelu_tanh"]
+Activation = Literal["silu", "gelu_tanh", "clamped_swiglu"]
+RouterKind = Literal["sigmoid", "softmax"]
+
+SWIGLU_ALPHA = 1.702
+SWIGLU_LIMIT = 7.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,24 +102,54 @@ class Kernels(Protocol):
         ...
 
     def gated(self, gate_up: Tensor, activation: Activation) -> Tensor:
-        """gate_up [T, 2 * width] -> act(gate) * up [T, width]."""
+        """gate_up [T, 2 * width], gate first -> act(gate) * up [T, width].
+
+        silu: gate * sigmoid(gate) * up. gelu_tanh: the tanh approximation of GELU, times up. clamped_swiglu: with
+        g = min(gate, SWIGLU_LIMIT) and u = max(-SWIGLU_LIMIT, min(up, SWIGLU_LIMIT)),
+        (u + 1) * g * sigmoid(SWIGLU_ALPHA * g), in fp32 and rounded once. Source: gpt-oss model card,
+        arXiv 2508.10925, and `GptOssExperts._apply_gate` of transformers 5.24.
+        """
         ...
 
     def route(
-        self, x: Tensor, router: Tensor, bias: Tensor, *, active: int, normalize: bool, scale: float
+        self,
+        x: Tensor,
+        router: Tensor,
+        bias: Tensor,
+        *,
+        kind: RouterKind,
+        active: int,
+        normalize: bool,
+        scale: float,
     ) -> tuple[Tensor, Tensor]:
-        """Choose experts by biased score but weight them by the unbiased one.
+        """Choose a token's experts and their weights, in fp32.
 
-        x [T, M], router [E, M] fp32, bias [E] fp32 -> experts [T, A] int64, weights [T, A] fp32.
-        Source: arXiv 2412.19437, section 2.1.2. The bias only steers load, so it must not reach the weights.
+        x [T, M], router [E, M] fp32, bias [E] fp32 -> experts [T, A] int64 in any order, weights [T, A] fp32.
+
+        sigmoid: scores = sigmoid(router x); the A highest of scores + bias are chosen; weights are their scores without
+        the bias, divided by their sum if normalize, times scale. Source: arXiv 2412.19437, section 2.1.2. The bias only
+        steers load, so it must not reach the weights.
+
+        softmax: logits = router x + bias; the A highest are chosen; weights are the softmax over these A logits alone,
+        times scale; normalize changes nothing. Source: `GptOssTopKRouter` of transformers 5.24.
         """
         ...
 
     def experts(
-        self, x: Tensor, chosen: Tensor, weights: Tensor, gate_up: Matrix, down: Matrix, activation: Activation
+        self,
+        x: Tensor,
+        chosen: Tensor,
+        weights: Tensor,
+        gate_up: Matrix,
+        down: Matrix,
+        activation: Activation,
+        *,
+        gate_up_bias: Tensor | None = None,
+        down_bias: Tensor | None = None,
     ) -> Tensor:
-        """Sum over a token's chosen experts of weight * down(act(gate(x)) * up(x)).
+        """Sum over a token's chosen experts e of weight * (down_e gated(gate_up_e x + gate_up_bias_e) + down_bias_e).
 
-        x [T, M], chosen and weights [T, A], gate_up [E, 2 * width, M], down [E, M, width] -> [T, M].
+        x [T, M], chosen and weights [T, A], gate_up [E, 2 * width, M] with gate's rows first, down [E, M, width],
+        gate_up_bias [E, 2 * width] and down_bias [E, M] in x's dtype -> [T, M].
         """
         ...

@@ -6,7 +6,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.interface import Activation, PagedKV, PageGeometry, StepRows, WriteIndex
+from kernels.interface import (
+    SWIGLU_ALPHA,
+    SWIGLU_LIMIT,
+    Activation,
+    PagedKV,
+    PageGeometry,
+    RouterKind,
+    StepRows,
+    WriteIndex,
+)
 from kernels.quantized import Matrix, dense
 from kernels.reference_attention import AttentionPlan, paged_attention, plan_attention
 
@@ -28,12 +37,18 @@ def gated(gate_up: Tensor, activation: Activation) -> Tensor:
     gate, up = gate_up.chunk(2, dim=-1)
     if activation == "silu":
         return F.silu(gate).mul_(up)
+    if activation == "clamped_swiglu":
+        gate, up = gate.float().clamp(max=SWIGLU_LIMIT), up.float().clamp(-SWIGLU_LIMIT, SWIGLU_LIMIT)
+        return ((up + 1) * gate * torch.sigmoid(SWIGLU_ALPHA * gate)).to(gate_up.dtype)
     return F.gelu(gate, approximate="tanh").mul_(up)
 
 
 def route(
-    x: Tensor, router: Tensor, bias: Tensor, *, active: int, normalize: bool, scale: float
+    x: Tensor, router: Tensor, bias: Tensor, *, kind: RouterKind, active: int, normalize: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
+    if kind == "softmax":
+        best = torch.topk(F.linear(x.float(), router, bias), active, dim=-1, sorted=False)
+        return best.indices, torch.softmax(best.values, -1) * scale
     scores = torch.sigmoid(F.linear(x.float(), router))
     chosen = torch.topk(scores + bias, active, dim=-1, sorted=False).indices
     weights = scores.gather(1, chosen)
@@ -43,7 +58,15 @@ def route(
 
 
 def experts(
-    x: Tensor, chosen: Tensor, weights: Tensor, gate_up: Matrix, down: Matrix, activation: Activation
+    x: Tensor,
+    chosen: Tensor,
+    weights: Tensor,
+    gate_up: Matrix,
+    down: Matrix,
+    activation: Activation,
+    *,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
 ) -> Tensor:
     """Tokens are sorted by expert, so each expert that is hit is one pair of matrix products, dequantized once."""
     active = chosen.shape[1]
@@ -56,8 +79,10 @@ def experts(
     for expert, count in enumerate(per_expert):
         if count:
             span = slice(start, start + count)
-            inner = gated(F.linear(gathered[span], dense(gate_up[expert], x.dtype)), activation)
-            result[span] = F.linear(inner, dense(down[expert], x.dtype))
+            inner_bias = None if gate_up_bias is None else gate_up_bias[expert]
+            outer_bias = None if down_bias is None else down_bias[expert]
+            inner = gated(F.linear(gathered[span], dense(gate_up[expert], x.dtype), inner_bias), activation)
+            result[span] = F.linear(inner, dense(down[expert], x.dtype), outer_bias)
             start += count
     weighted = torch.empty_like(result)
     weighted[order] = result * weights.flatten()[order, None].to(result.dtype)
@@ -95,11 +120,28 @@ class ReferenceKernels:
         return gated(gate_up, activation)
 
     def route(
-        self, x: Tensor, router: Tensor, bias: Tensor, *, active: int, normalize: bool, scale: float
+        self,
+        x: Tensor,
+        router: Tensor,
+        bias: Tensor,
+        *,
+        kind: RouterKind,
+        active: int,
+        normalize: bool,
+        scale: float,
     ) -> tuple[Tensor, Tensor]:
-        return route(x, router, bias, active=active, normalize=normalize, scale=scale)
+        return route(x, router, bias, kind=kind, active=active, normalize=normalize, scale=scale)
 
     def experts(
-        self, x: Tensor, chosen: Tensor, weights: Tensor, gate_up: Matrix, down: Matrix, activation: Activation
+        self,
+        x: Tensor,
+        chosen: Tensor,
+        weights: Tensor,
+        gate_up: Matrix,
+        down: Matrix,
+        activation: Activation,
+        *,
+        gate_up_bias: Tensor | None = None,
+        down_bias: Tensor | None = None,
     ) -> Tensor:
-        return experts(x, chosen, weights, gate_up, down, activation)
+        return experts(x, chosen, weights, gate_up, down, activation, gate_up_bias=gate_up_bias, down_bias=down_bias)

@@ -8,14 +8,29 @@ import torch
 from torch import Tensor
 
 from kernels.interface import Activation as KernelActivation
-from kernels.interface import Kernels, PagedKV
+from kernels.interface import Kernels, PagedKV, RouterKind
 from server.model.batch import Batch
 from server.model.kv_arena import KVArena
-from server.model.spec import Activation, AttentionSpec, DenseSpec, LayerSpec, ModelSpec, MoESpec, RopeSpec
+from server.model.spec import (
+    Activation,
+    AttentionSpec,
+    DenseSpec,
+    LayerSpec,
+    ModelSpec,
+    MoESpec,
+    RopeSpec,
+    Router,
+    YarnSpec,
+)
 from server.model.weights import AttentionWeights, DenseWeights, LayerWeights, MoEWeights, Weights
 from server.step import PageKind
 
-_ACTIVATIONS: dict[Activation, KernelActivation] = {Activation.SILU: "silu", Activation.GELU_TANH: "gelu_tanh"}
+_ACTIVATIONS: dict[Activation, KernelActivation] = {
+    Activation.SILU: "silu",
+    Activation.GELU_TANH: "gelu_tanh",
+    Activation.CLAMPED_SWIGLU: "clamped_swiglu",
+}
+_ROUTERS: dict[Router, RouterKind] = {Router.SIGMOID: "sigmoid", Router.SOFTMAX: "softmax"}
 
 
 class Decoder:
@@ -39,7 +54,7 @@ class Decoder:
         if self._embedding_scale != 1.0:
             hidden = hidden * self._embedding_scale
         rotary = {
-            rope: rotation(angle_per_position, batch.positions, hidden.dtype)
+            rope: rotation(angle_per_position, batch.positions, hidden.dtype, rope.attention_factor)
             for rope, angle_per_position in self._frequencies.items()
         }
         for layer, weights, kv in zip(self.spec.layers, self.weights.layers, arena.layers, strict=True):
@@ -108,30 +123,43 @@ class Decoder:
                 x,
                 weights.router,
                 weights.router_bias,
+                kind=_ROUTERS[spec.router],
                 active=spec.active,
                 normalize=spec.normalize,
                 scale=spec.routed_scale,
             )
-            return kernels.experts(x, chosen, shares, weights.gate_up, weights.down, activation)
+            return kernels.experts(
+                x,
+                chosen,
+                shares,
+                weights.gate_up,
+                weights.down,
+                activation,
+                gate_up_bias=weights.gate_up_bias,
+                down_bias=weights.down_bias,
+            )
         assert isinstance(weights, DenseWeights)
         inner = kernels.gated(kernels.linear(x, weights.gate_up, weights.gate_up_bias), activation)
         return kernels.linear(inner, weights.down, weights.down_bias)
 
 
-def rotation(angle_per_position: Tensor, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """cos and sin [T, 1, rotary_dim] as `Kernels.rope` takes them: twice the half width, sin negated in the first half.
+def rotation(
+    angle_per_position: Tensor, positions: Tensor, dtype: torch.dtype, factor: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """cos and sin [T, 1, rotary_dim] times factor, as `Kernels.rope` takes them: twice the half width, sin negated in
+    the first half.
 
     Computed for the step's positions and not looked up: it is a few small operations a step, and a table for a million
     positions would take half a gigabyte.
     """
     angle = positions[:, None, None].float() * angle_per_position  # [T, 1, rotary_dim / 2]
-    cos, sin = angle.cos(), angle.sin()
+    cos, sin = angle.cos().mul_(factor), angle.sin().mul_(factor)
     return torch.cat((cos, cos), -1).to(dtype), torch.cat((-sin, sin), -1).to(dtype)
 
 
 def frequencies(rope: RopeSpec) -> Tensor:
     """Radians per position [rotary_dim / 2] fp32. Source: RoFormer, arXiv 2104.09864; the llama3 rule is Meta's
-    published `apply_scaling` of Llama 3.1."""
+    published `apply_scaling` of Llama 3.1; YaRN is arXiv 2309.00071."""
     exponent = torch.arange(0, rope.rotary_dim, 2, dtype=torch.float32) / rope.rotary_dim
     plain = 1.0 / rope.theta**exponent
     if rope.divisors is not None:
@@ -141,4 +169,24 @@ def frequencies(rope: RopeSpec) -> Tensor:
         wavelength = 2 * math.pi / plain
         smooth = ((original / wavelength - low) / (high - low)).clamp(0.0, 1.0)
         plain = (1 - smooth) * plain / factor + smooth * plain
+    if rope.yarn is not None:
+        slowed = _yarn_share_slowed(rope, rope.yarn)
+        plain = slowed * plain / rope.yarn.factor + (1 - slowed) * plain
     return plain / rope.linear_factor
+
+
+def _yarn_share_slowed(rope: RopeSpec, yarn: YarnSpec) -> Tensor:
+    """How much of each frequency [rotary_dim / 2] is divided by the factor: 0 none, 1 all. See `YarnSpec`."""
+
+    def index_of(turns: float) -> float:
+        """Which frequency, counted in fractions, turns that often within the original context."""
+        wavelengths = yarn.original_context / (2 * math.pi * turns)
+        return rope.rotary_dim * math.log(wavelengths) / (2 * math.log(rope.theta))
+
+    start, stop = index_of(yarn.beta_fast), index_of(yarn.beta_slow)
+    if yarn.truncate:
+        start, stop = math.floor(start), math.ceil(stop)
+    start, stop = max(start, 0), min(stop, rope.rotary_dim - 1)
+    if start == stop:
+        stop += 0.001  # a step instead of a ramp
+    return ((torch.arange(rope.rotary_dim // 2) - start) / (stop - start)).clamp(0.0, 1.0)

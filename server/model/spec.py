@@ -12,10 +12,27 @@ from enum import StrEnum
 
 
 class Activation(StrEnum):
-    """The gate's activation in a gated MLP: silu (SwiGLU) or gelu_tanh (GeGLU, tanh approximation)."""
+    """The gate's activation in a gated MLP: silu (SwiGLU), gelu_tanh (GeGLU, tanh approximation) or clamped_swiglu
+    (gpt-oss; formula in `kernels.interface.Kernels.gated`)."""
 
     SILU = "silu"
     GELU_TANH = "gelu_tanh"
+    CLAMPED_SWIGLU = "clamped_swiglu"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class YarnSpec:
+    """YaRN (Peng et al., arXiv 2309.00071, section 3.2): a frequency that turns more than beta_fast times within
+    original_context tokens is kept, one that turns less than beta_slow times is divided by factor, linear between.
+
+    truncate: whether the two ends of that ramp, counted in frequencies, are rounded outwards to whole ones.
+    """
+
+    factor: float
+    beta_fast: float
+    beta_slow: float
+    original_context: int
+    truncate: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,6 +42,7 @@ class RopeSpec:
     linear_factor divides every frequency (Chen et al., arXiv 2306.15595). llama3, if set, is (factor, low_freq_factor,
     high_freq_factor, original_context): long wavelengths are divided by factor, short ones kept, smooth between.
     divisors, if set, has one entry per frequency and divides it (GGUF stores llama3 scaling this way).
+    attention_factor multiplies cos and sin (YaRN's correction of the softmax's temperature).
     """
 
     theta: float
@@ -32,6 +50,8 @@ class RopeSpec:
     linear_factor: float = 1.0
     llama3: tuple[float, float, float, int] | None = None
     divisors: tuple[float, ...] | None = None
+    yarn: YarnSpec | None = None
+    attention_factor: float = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,17 +89,42 @@ class DenseSpec:
     bias: bool = False
 
 
+class Router(StrEnum):
+    """How a token's experts are chosen and weighted; formulas in `kernels.interface.Kernels.route`.
+
+    SIGMOID: the bias steers the choice only (DeepSeek-V3, MiMo). SOFTMAX: the bias belongs to the logits, and the
+    weights are a softmax over the chosen ones (gpt-oss).
+    """
+
+    SIGMOID = "sigmoid"
+    SOFTMAX = "softmax"
+
+
+class ExpertFiles(StrEnum):
+    """How a checkpoint stores the experts of a layer; shapes in `server.model.expert_files`.
+
+    SPLIT: one matrix per expert and projection. INTERLEAVED: all experts of a layer in one tensor, rows of gate and up
+    taking turns (gpt-oss).
+    """
+
+    SPLIT = "split"
+    INTERLEAVED = "interleaved"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoESpec:
-    """Sigmoid router with a correction bias that steers the choice only; weights are the chosen unbiased scores,
-    normalized if normalize, times routed_scale. Source: DeepSeek-V3, arXiv 2412.19437, section 2.1.2."""
+    """`active` of `experts` gated MLPs of `width` inner features each, with biases if bias. normalize and routed_scale
+    are for the weights of the sigmoid router, see `kernels.interface.Kernels.route`."""
 
     experts: int
     active: int
     width: int
     activation: Activation
-    normalize: bool
-    routed_scale: float
+    router: Router = Router.SIGMOID
+    normalize: bool = True
+    routed_scale: float = 1.0
+    bias: bool = False
+    files: ExpertFiles = ExpertFiles.SPLIT
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

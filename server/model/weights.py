@@ -7,7 +7,7 @@ final dtype and filled part by part from the mapped checkpoint, so there are nev
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor
 from kernels.quantized import Matrix
 from server.errors import StartupError
 from server.model.checkpoint import Checkpoint, find_names
+from server.model.expert_files import STORED
 from server.model.families import tensor_names
 from server.model.families.names import TensorNames
 from server.model.spec import AttentionSpec, LayerSpec, ModelSpec, MoESpec
@@ -53,12 +54,17 @@ class DenseWeights:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoEWeights:
-    """router [E, M] and router_bias [E] in fp32; gate_up [E, 2 * width, M]; down [E, M, width]."""
+    """router [E, M] and router_bias [E] in fp32; gate_up [E, 2 * width, M]; down [E, M, width].
+
+    gate_up_bias [E, 2 * width]; down_bias [E, M].
+    """
 
     router: Tensor
     router_bias: Tensor
     gate_up: Matrix
     down: Matrix
+    gate_up_bias: Tensor | None = None
+    down_bias: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,6 +146,8 @@ def _layer_shapes(spec: ModelSpec, layer: LayerSpec) -> dict[str, tuple[int, ...
         shapes |= {"attention_post_norm": (hidden,), "mlp_post_norm": (hidden,)}
     if isinstance(mlp, MoESpec):
         shapes |= {"router": (mlp.experts, hidden), "router_bias": (mlp.experts,)}
+        if mlp.files in STORED:
+            return shapes | STORED[mlp.files].shapes(mlp, hidden)
         for expert in range(mlp.experts):
             shapes |= {f"experts.{expert}.{part}": (mlp.width, hidden) for part in ("gate", "up")}
             shapes[f"experts.{expert}.down"] = (hidden, mlp.width)
@@ -270,6 +278,18 @@ class _Loader:
 
     def _moe(self, at: str, moe: MoESpec) -> MoEWeights:
         hidden, width = self.spec.hidden, moe.width
+        if moe.files in STORED:
+            loaded = STORED[moe.files].load(
+                moe, hidden, lambda part: self._entries(f"{at}.{part}"), self.dtype, self.device
+            )
+            return MoEWeights(
+                router=self._matrix(f"{at}.router"),
+                router_bias=self._matrix(f"{at}.router_bias"),
+                gate_up=loaded.gate_up,
+                gate_up_bias=loaded.gate_up_bias,
+                down=loaded.down,
+                down_bias=loaded.down_bias,
+            )
         gate_up = torch.empty(moe.experts, 2 * width, hidden, dtype=self.dtype, device=self.device)
         down = torch.empty(moe.experts, hidden, width, dtype=self.dtype, device=self.device)
         for expert in range(moe.experts):
@@ -282,6 +302,14 @@ class _Loader:
             gate_up=gate_up,
             down=down,
         )
+
+    def _entries(self, canonical: str) -> Iterator[Tensor]:
+        """A stored tensor, one entry of its leading axis after another."""
+        name = self.names[canonical]
+        info = self.checkpoint.tensors[name]
+        for entry in range(info.shape[0]):
+            yield self.checkpoint.read(name, entry, entry + 1)[0]
+            self.progress(info.stored_bytes // info.shape[0])
 
     def _packed(self, *parts: str) -> Matrix:
         """A matrix to multiply by. Packing holds this one matrix twice for a moment."""

@@ -55,12 +55,23 @@ def test_gated_activations() -> None:
     torch.testing.assert_close(gated(both, "gelu_tanh"), 0.5 * gate * (1 + torch.tanh(inner)) * up)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_clamped_swiglu_bounds_the_gate_above_and_up_on_both_sides(dtype: torch.dtype) -> None:
+    values = torch.tensor([-1e4, -30.0, -7.5, -7.0, -1.0, -0.25, 0.0, 0.5, 3.0, 7.0, 7.5, 30.0, 1e4], dtype=dtype)
+    gate, up = (grid.flatten() for grid in torch.meshgrid(values, values, indexing="ij"))
+    bounded, linear = gate.double().clamp(max=7), up.double().clamp(-7, 7)
+    expected = (linear + 1) * bounded / (1 + torch.exp(-1.702 * bounded))
+    result = gated(torch.cat((gate, up))[None], "clamped_swiglu")[0]
+    assert result.dtype == dtype
+    torch.testing.assert_close(result, expected.to(dtype))
+
+
 @pytest.mark.parametrize("normalize", [False, True])
 def test_the_bias_steers_the_choice_but_not_the_weights(normalize: bool) -> None:
     torch.manual_seed(0)
     x, router = torch.randn(9, 16), torch.randn(6, 16)
     bias = torch.tensor([5.0, 0, 0, 0, -5.0, 0])
-    chosen, weights = route(x, router, bias, active=3, normalize=normalize, scale=2.5)
+    chosen, weights = route(x, router, bias, kind="sigmoid", active=3, normalize=normalize, scale=2.5)
     scores = torch.sigmoid(x @ router.T)
     assert (chosen == 0).any(-1).all()
     assert not (chosen == 4).any()
@@ -70,6 +81,17 @@ def test_the_bias_steers_the_choice_but_not_the_weights(normalize: bool) -> None
         expected = scores[token, chosen[token]]
         expected = 2.5 * (expected / expected.sum() if normalize else expected)
         torch.testing.assert_close(weights[token], expected)
+
+
+def test_a_softmax_router_weighs_the_chosen_by_their_logits_alone() -> None:
+    torch.manual_seed(0)
+    x, router, bias = torch.randn(9, 16), torch.randn(6, 16), torch.tensor([2.0, 0, 0, 0, -9.0, 0])
+    chosen, weights = route(x, router, bias, kind="softmax", active=3, normalize=True, scale=1.0)
+    logits = x @ router.T + bias
+    for token in range(9):
+        assert sorted(chosen[token].tolist()) == sorted(logits[token].topk(3).indices.tolist())
+        share = logits[token, chosen[token]].exp()
+        torch.testing.assert_close(weights[token], share / share.sum())
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 40])
@@ -84,6 +106,22 @@ def test_experts_sum_what_each_token_chose(tokens: int) -> None:
             inner = gated(gate_up[expert] @ x[token], "silu")
             expected[token] += weight * (down[expert] @ inner)
     torch.testing.assert_close(experts(x, chosen, weights, gate_up, down, "silu"), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_experts_add_their_own_biases() -> None:
+    torch.manual_seed(0)
+    x, gate_up, down = torch.randn(5, 12), torch.randn(4, 10, 12), torch.randn(4, 12, 5)
+    gate_up_bias, down_bias = torch.randn(4, 10), torch.randn(4, 12)
+    chosen, weights = torch.tensor([[0, 1], [1, 2], [3, 0], [2, 3], [1, 3]]), torch.rand(5, 2)
+    expected = torch.zeros(5, 12)
+    for token in range(5):
+        for expert, weight in zip(chosen[token].tolist(), weights[token], strict=True):
+            inner = gated(gate_up[expert] @ x[token] + gate_up_bias[expert], "clamped_swiglu")
+            expected[token] += weight * (down[expert] @ inner + down_bias[expert])
+    result = experts(
+        x, chosen, weights, gate_up, down, "clamped_swiglu", gate_up_bias=gate_up_bias, down_bias=down_bias
+    )
+    torch.testing.assert_close(result, expected, atol=1e-5, rtol=1e-5)
 
 
 def test_write_kv_touches_nothing_else() -> None:

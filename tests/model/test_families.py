@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
+from dataclasses import replace
 from math import inf, nan
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +16,7 @@ import pytest
 
 from server.errors import StartupError
 from server.model.families import count_mtp_layers, spec_from_config, spec_from_gguf, tensor_names
-from server.model.spec import Activation, DenseSpec, MoESpec, RopeSpec
+from server.model.spec import Activation, DenseSpec, ExpertFiles, MoESpec, RopeSpec, Router, YarnSpec
 from tests.model.checkpoints import PRO_CONFIG
 
 LLAMA: dict[str, Any] = {
@@ -45,6 +47,47 @@ GEMMA: dict[str, Any] = {
     "vision_config": {"hidden_size": 1152},
 }
 """The published config of Gemma 3 4B leaves everything out that is a default."""
+
+GPT_OSS: dict[str, Any] = {
+    "architectures": ["GptOssForCausalLM"],
+    "attention_bias": True,
+    "attention_dropout": 0.0,
+    "eos_token_id": 200002,
+    "experts_per_token": 4,
+    "head_dim": 64,
+    "hidden_act": "silu",
+    "hidden_size": 2880,
+    "initial_context_length": 4096,
+    "initializer_range": 0.02,
+    "intermediate_size": 2880,
+    "layer_types": ["sliding_attention", "full_attention"] * 12,
+    "max_position_embeddings": 131_072,
+    "model_type": "gpt_oss",
+    "num_attention_heads": 64,
+    "num_experts_per_tok": 4,
+    "num_hidden_layers": 24,
+    "num_key_value_heads": 8,
+    "num_local_experts": 32,
+    "output_router_logits": False,
+    "pad_token_id": 199_999,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "factor": 32.0,
+        "original_max_position_embeddings": 4096,
+        "rope_type": "yarn",
+        "truncate": False,
+    },
+    "rope_theta": 150_000,
+    "router_aux_loss_coef": 0.9,
+    "sliding_window": 128,
+    "swiglu_limit": 7.0,
+    "tie_word_embeddings": False,
+    "use_cache": True,
+    "vocab_size": 201_088,
+}
+"""The published config of gpt-oss-20b, but for its quantization_config."""
 
 FLASH_PATTERN = [0, 1, 1, 1, 1, *([0, 1, 1, 1, 1, 1] * 7), 0]
 FLASH: dict[str, Any] = {
@@ -159,6 +202,66 @@ def test_mimo_flash_in_both_spellings() -> None:
     assert spec_from_config(converted, mtp_layers=3) == published
 
 
+def test_gpt_oss_20b() -> None:
+    spec = spec_from_config(GPT_OSS)
+    full, window = spec.layers[1].attention, spec.layers[0].attention
+    assert [layer.is_window for layer in spec.layers] == [True, False] * 12
+    assert (window.window_keys, spec.window_tokens, full.window_keys) == (128, 127, None)
+    assert (full.heads, full.kv_heads, full.head_dim, full.scale) == (64, 8, 64, 0.125)
+    assert full.sinks
+    assert window.sinks
+    assert full.qkv_bias
+    assert full.output_bias
+    yarn = YarnSpec(factor=32.0, beta_fast=32.0, beta_slow=1.0, original_context=4096, truncate=False)
+    assert full.rope == window.rope
+    assert replace(full.rope, attention_factor=1.0) == RopeSpec(theta=1.5e5, rotary_dim=64, yarn=yarn)
+    assert full.rope.attention_factor == pytest.approx(1.3465735902799727)
+    assert spec.layers[0].mlp == MoESpec(
+        experts=32,
+        active=4,
+        width=2880,
+        activation=Activation.CLAMPED_SWIGLU,
+        router=Router.SOFTMAX,
+        bias=True,
+        files=ExpertFiles.INTERLEAVED,
+    )
+    assert (spec.hidden, spec.vocab, spec.context_tokens, spec.norm_eps) == (2880, 201_088, 131_072, 1e-5)
+    assert not spec.tied_embeddings
+
+
+def test_gpt_oss_120b_from_a_config_that_relies_on_defaults() -> None:
+    spec = spec_from_config({"model_type": "gpt_oss"})
+    twenty = spec_from_config(GPT_OSS)
+    assert [layer.is_window for layer in spec.layers] == [True, False] * 18
+    assert spec.layers[0].attention == twenty.layers[0].attention
+    assert spec.layers[1].attention == twenty.layers[1].attention
+    moe = spec.layers[0].mlp
+    assert isinstance(moe, MoESpec)
+    assert moe.experts == 128
+    assert replace(moe, experts=32) == twenty.layers[0].mlp
+
+
+def test_gpt_oss_rope_spellings_agree() -> None:
+    parameters = {**GPT_OSS["rope_scaling"], "rope_theta": 150_000}
+    new = {**without(GPT_OSS, "rope_scaling", "rope_theta"), "rope_parameters": parameters}
+    assert spec_from_config(new) == spec_from_config(GPT_OSS)
+
+
+@pytest.mark.parametrize(
+    ("scaling", "expected"),
+    [
+        ({"factor": 4.0}, 0.1 * math.log(4.0) + 1.0),
+        ({"factor": 4.0, "attention_factor": 0.8}, 0.8),
+        ({"factor": 4.0, "mscale": 2.0, "mscale_all_dim": 0.5}, (0.2 * math.log(4) + 1) / (0.05 * math.log(4) + 1)),
+        ({"factor": 0.5}, 1.0),
+        ({"original_max_position_embeddings": 1024}, 0.1 * math.log(8.0) + 1.0),
+    ],
+)
+def test_yarns_attention_factor_is_given_or_follows_from_the_factor(scaling: dict[str, Any], expected: float) -> None:
+    rope = spec_from_config({**LLAMA, "rope_scaling": {"rope_type": "yarn", **scaling}}).layers[0].attention.rope
+    assert rope.attention_factor == pytest.approx(expected)
+
+
 @pytest.mark.parametrize("absent", ["sliding_window", "sliding_window_size"])
 def test_xiaomis_window_counts_earlier_positions_under_either_name(absent: str) -> None:
     assert spec_from_config(without(FLASH, absent)).layers[1].attention.window_keys == 129
@@ -182,14 +285,18 @@ def test_mimo_pro_reads_its_uneven_layer_list() -> None:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"model_type": "gpt2"}, "model_type 'gpt2' is not supported; supported are gemma3, gemma3_text, llama, mimo"),
+        (
+            {"model_type": "gpt2"},
+            "model_type 'gpt2' is not supported; supported are gemma3, gemma3_text, gpt_oss, llama",
+        ),
         ({}, "model_type 'missing'"),
         (without(LLAMA, "hidden_size"), "hidden_size is missing"),
         ({**LLAMA, "hidden_size": "big"}, "hidden_size is 'big', expected a whole number"),
         ({**LLAMA, "num_hidden_layers": 0}, "num_hidden_layers is '0'"),
         ({**LLAMA, "num_key_value_heads": 2}, "9 attention heads are not a multiple of 2 KV heads"),
         ({**LLAMA, "hidden_act": "relu"}, "hidden_act is 'relu', supported are silu"),
-        ({**LLAMA, "rope_scaling": {"rope_type": "yarn", "factor": 2}}, "rope_type is 'yarn'"),
+        ({**LLAMA, "rope_scaling": {"rope_type": "dynamic", "factor": 2}}, "rope_type is 'dynamic'"),
+        ({**LLAMA, "rope_theta": 1.0, "rope_scaling": {"rope_type": "yarn", "factor": 2}}, "yarn needs a rope_theta"),
         ({**LLAMA, "rope_scaling": {"rope_type": "linear"}}, "factor is missing"),
         ({**LLAMA, "rope_scaling": 3}, "rope_scaling is '3', expected an object"),
         ({**LLAMA, "head_dim": 63}, "rotary dimension 63"),
@@ -197,6 +304,10 @@ def test_mimo_pro_reads_its_uneven_layer_list() -> None:
         ({**LLAMA, "quantization_config": {"quant_method": "fp8"}}, "quant_method 'fp8' is not supported yet"),
         ({**GEMMA["text_config"], "final_logit_softcapping": 30.0}, "final_logit_softcapping = '30.0'"),
         ({**GEMMA["text_config"], "layer_types": ["full_attention"]}, "layer_types is .* expected a list of 34"),
+        ({**GPT_OSS, "swiglu_limit": 5.0}, "swiglu_limit = '5.0' is not supported"),
+        ({**GPT_OSS, "swiglu_alpha": 1.0}, "swiglu_alpha = '1.0' is not supported"),
+        ({**GPT_OSS, "hidden_act": "gelu"}, "hidden_act is 'gelu', supported are silu"),
+        ({**GPT_OSS, "num_experts_per_tok": 33}, "num_experts_per_tok is '33', expected at most 32"),
         ({**PRO_CONFIG, "attention_projection_layout": "fused_qkv"}, "attention_projection_layout = 'fused_qkv'"),
         ({**PRO_CONFIG, "store_dtype": "mxfp4"}, "store_dtype 'mxfp4'"),
         ({**PRO_CONFIG, "hybrid_layer_pattern": [0, 1, 2, 0, 1, 1, 1, 0]}, r"hybrid_layer_pattern\[2\] is 2"),
@@ -221,7 +332,9 @@ def test_window_keys_must_make_sense() -> None:
         spec_from_config(LLAMA, window_keys=128)
 
 
-@pytest.mark.parametrize("config", [LLAMA, GEMMA, PRO_CONFIG, FLASH], ids=["llama", "gemma3", "pro", "flash"])
+@pytest.mark.parametrize(
+    "config", [LLAMA, GEMMA, GPT_OSS, PRO_CONFIG, FLASH], ids=["llama", "gemma3", "gpt_oss", "pro", "flash"]
+)
 def test_any_wrong_value_is_a_startup_error(config: dict[str, Any]) -> None:
     for name in config:
         for value in (None, "x", -1, 0.5, [], [1], {}, {"a": 1}, True, inf, -inf, nan, 1e300, 10**400):
@@ -239,6 +352,8 @@ def test_any_wrong_value_is_a_startup_error(config: dict[str, Any]) -> None:
         (LLAMA, "rope_theta"),
         (LLAMA, "max_position_embeddings"),
         (GEMMA["text_config"], "sliding_window"),
+        (GPT_OSS, "sliding_window"),
+        (GPT_OSS, "rms_norm_eps"),
         (GEMMA["text_config"], "query_pre_attn_scalar"),
         (PRO_CONFIG, "partial_rotary_factor"),
         (PRO_CONFIG, "attention_value_scale"),

@@ -16,6 +16,8 @@ from transformers import (
     Gemma3ForCausalLM,
     Gemma3TextConfig,
     GenerationConfig,
+    GptOssConfig,
+    GptOssForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MiMoV2FlashConfig,
@@ -92,6 +94,23 @@ def mimo(**changes: Any) -> PreTrainedModel:
     return MiMoV2FlashForCausalLM(config)
 
 
+def gpt_oss(**changes: Any) -> PreTrainedModel:
+    sizes = {
+        "vocab_size": 97,
+        "hidden_size": 48,
+        "intermediate_size": 40,
+        "num_hidden_layers": 5,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "sliding_window": 19,
+        "num_local_experts": 9,
+        "num_experts_per_tok": 3,
+        "max_position_embeddings": 2048,
+    }
+    return GptOssForCausalLM(GptOssConfig(**{**sizes, **changes}))
+
+
 MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     "llama": llama,
     "llama-tied-biases-head-dim": lambda: llama(
@@ -108,6 +127,16 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
             "rope_theta": 1e4,
         }
     ),
+    "llama-yarn-rope": lambda: llama(
+        rope_parameters={
+            "rope_type": "yarn",
+            "factor": 6.0,
+            "original_max_position_embeddings": 64,
+            "rope_theta": 1e4,
+            "mscale": 1.0,
+            "mscale_all_dim": 0.4,
+        }
+    ),
     "gemma3": gemma3,
     "gemma3-linear-rope-uneven-layers": lambda: gemma3(
         layer_types=[
@@ -119,6 +148,30 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
         },
     ),
     "mimo_v2_flash": mimo,
+    "gpt_oss": gpt_oss,
+    "gpt_oss-uneven-layers-short-yarn": lambda: gpt_oss(
+        layer_types=[f"{kind}_attention" for kind in ["full", "sliding", "full", "full", "sliding"]],
+        intermediate_size=72,
+        head_dim=24,
+        num_attention_heads=6,
+        num_key_value_heads=6,
+        sliding_window=1,
+        rope_parameters={
+            "rope_type": "yarn",
+            "rope_theta": 5e3,
+            "factor": 4.0,
+            "beta_fast": 8.0,
+            "beta_slow": 2.0,
+            "original_max_position_embeddings": 96,
+            "truncate": True,
+        },
+    ),
+    "gpt_oss-no-attention-bias-tied-given-attention-factor": lambda: gpt_oss(
+        attention_bias=False,
+        tie_word_embeddings=True,
+        num_experts_per_tok=1,
+        rope_parameters={"rope_type": "yarn", "rope_theta": 1.5e5, "factor": 32.0, "attention_factor": 1.2},
+    ),
 }
 
 

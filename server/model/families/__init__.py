@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from server.errors import StartupError
-from server.model.families import gemma3, llama, mimo_v2
+from server.model.families import gemma3, gpt_oss, llama, mimo_v2
 from server.model.families.keys import Keys
 from server.model.families.names import TensorNames
 from server.model.gguf_file import GGUFFile
@@ -17,10 +17,16 @@ MODEL_TYPES = {
     "llama": "llama",
     "gemma3": "gemma3",
     "gemma3_text": "gemma3",
+    "gpt_oss": "gpt_oss",
     "mimo_v2_flash": "mimo_v2",
     "mimo_v2": "mimo_v2",
 }
-HF_NAMES = {"llama": llama.HF_NAMES, "gemma3": gemma3.HF_NAMES, "mimo_v2": mimo_v2.HF_NAMES}
+HF_NAMES = {
+    "llama": llama.HF_NAMES,
+    "gemma3": gemma3.HF_NAMES,
+    "gpt_oss": gpt_oss.HF_NAMES,
+    "mimo_v2": mimo_v2.HF_NAMES,
+}
 GGUF_NAMES = {"llama": llama.GGUF_NAMES_LLAMA, "gemma3": gemma3.GGUF_NAMES_GEMMA3}
 _MTP_LAYER = re.compile(r"model\.mtp\.layers\.(\d+)\.")
 
@@ -37,6 +43,8 @@ def spec_from_config(config: Mapping[str, Any], *, mtp_layers: int = 0, window_k
         spec = llama.parse_config(keys)
     elif family == "gemma3":
         spec = gemma3.parse_config(keys, window_keys)
+    elif family == "gpt_oss":
+        spec = gpt_oss.parse_config(keys, window_keys)
     else:
         spec = mimo_v2.parse_config(keys, mtp_layers, window_keys)
     return _checked(spec, keys.where, window_keys)

@@ -1,0 +1,112 @@
+"""gpt-oss: names and constants. Source of the defaults: `GptOssConfig` of transformers 5.24, the published configs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from server.model.families.keys import Keys, read_dtype
+from server.model.families.names import HF_TOP, TensorNames, hf_layer
+from server.model.families.rope import read_rope
+from server.model.spec import (
+    Activation,
+    AttentionSpec,
+    ExpertFiles,
+    LayerSpec,
+    ModelSpec,
+    MoESpec,
+    RopeSpec,
+    Router,
+    head_scale,
+)
+
+THETA = 150_000.0
+YARN = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "original_max_position_embeddings": 4096,
+    "truncate": False,
+}
+KINDS = {"full_attention": False, "sliding_attention": True}
+SWIGLU_ALPHA = 1.702
+SWIGLU_LIMIT = 7.0
+
+_LAYER = "{prefix}layers.{layer}."
+_EXPERTS = f"{_LAYER}mlp.experts."
+HF_NAMES = TensorNames(
+    prefixes=("model.",),
+    top=HF_TOP,
+    layer={
+        **hf_layer(_LAYER),
+        "sinks": (f"{_LAYER}self_attn.sinks",),
+        "router": (f"{_LAYER}mlp.router.weight",),
+        "router_bias": (f"{_LAYER}mlp.router.bias",),
+        "experts_gate_up": (f"{_EXPERTS}gate_up_proj",),
+        "experts_gate_up_bias": (f"{_EXPERTS}gate_up_proj_bias",),
+        "experts_down": (f"{_EXPERTS}down_proj",),
+        "experts_down_bias": (f"{_EXPERTS}down_proj_bias",),
+    },
+    ignored=(r".*rotary_emb\..*inv_freq",),
+)
+
+
+def parse_config(keys: Keys, window_keys: int | None) -> ModelSpec:
+    layers = keys.integer("num_hidden_layers", default=36)
+    is_window = keys.per_layer("layer_types", layers=layers, allowed=KINDS)
+    heads = keys.integer("num_attention_heads", default=64)
+    head_dim = keys.integer("head_dim", default=64)
+    context_tokens = keys.integer("max_position_embeddings", default=131_072)
+    bias = keys.boolean("attention_bias", default=True)
+    full = AttentionSpec(
+        heads=heads,
+        kv_heads=keys.integer("num_key_value_heads", default=8),
+        head_dim=head_dim,
+        value_dim=head_dim,
+        rope=_rope(keys, head_dim, context_tokens),
+        scale=head_scale(head_dim),
+        sinks=True,
+        qkv_bias=bias,
+        output_bias=bias,
+    )
+    window = replace(
+        full, window_keys=window_keys if window_keys is not None else keys.integer("sliding_window", default=128)
+    )
+    mlp = _moe(keys)
+    kinds = {kind: LayerSpec(attention=window if kind else full, mlp=mlp) for kind in (False, True)}
+    return ModelSpec(
+        family="gpt_oss",
+        hidden=keys.integer("hidden_size", default=2880),
+        vocab=keys.integer("vocab_size", default=201_088),
+        context_tokens=context_tokens,
+        layers=tuple(kinds[kind] for kind in is_window or (layer % 2 == 0 for layer in range(layers))),
+        norm_eps=keys.number("rms_norm_eps", default=1e-5),
+        tied_embeddings=keys.boolean("tie_word_embeddings", default=False),
+        dtype=read_dtype(keys),
+    )
+
+
+def _rope(keys: Keys, head_dim: int, context_tokens: int) -> RopeSpec:
+    """One RoPE for all layers; a config that says nothing means YaRN with the published numbers."""
+    parameters = keys.section("rope_parameters") or keys.section("rope_scaling") or Keys(YARN, keys.where)
+    theta = (parameters if parameters.has("rope_theta") else keys).number("rope_theta", default=THETA)
+    return read_rope(parameters, theta=theta, rotary_dim=head_dim, context_tokens=context_tokens)
+
+
+def _moe(keys: Keys) -> MoESpec:
+    keys.choice("hidden_act", allowed={"silu": Activation.SILU}, default="silu")
+    keys.forbid("swiglu_alpha", SWIGLU_ALPHA)
+    keys.forbid("swiglu_limit", SWIGLU_LIMIT)
+    experts = keys.integer("num_local_experts", "num_experts", default=128)
+    active = keys.integer("num_experts_per_tok", "experts_per_token", default=4)
+    if active > experts:
+        raise keys.wrong("num_experts_per_tok", f"at most {experts}, the number of experts")
+    return MoESpec(
+        experts=experts,
+        active=active,
+        width=keys.integer("intermediate_size", default=2880),
+        activation=Activation.CLAMPED_SWIGLU,
+        router=Router.SOFTMAX,
+        bias=True,
+        files=ExpertFiles.INTERLEAVED,
+    )
