@@ -25,12 +25,12 @@ from server.model.spec import (
 from server.model.weights import AttentionWeights, DenseWeights, LayerWeights, MoEWeights, Weights
 from server.step import PageKind
 
-_ACTIVATIONS: dict[Activation, KernelActivation] = {
+ACTIVATIONS: dict[Activation, KernelActivation] = {
     Activation.SILU: "silu",
     Activation.GELU_TANH: "gelu_tanh",
     Activation.CLAMPED_SWIGLU: "clamped_swiglu",
 }
-_ROUTERS: dict[Router, RouterKind] = {Router.SIGMOID: "sigmoid", Router.SOFTMAX: "softmax"}
+ROUTERS: dict[Router, RouterKind] = {Router.SIGMOID: "sigmoid", Router.SOFTMAX: "softmax"}
 
 
 class Decoder:
@@ -116,14 +116,14 @@ class Decoder:
         return kernels.linear(attended.flatten(1), weights.output, weights.output_bias)
 
     def _mlp(self, x: Tensor, spec: DenseSpec | MoESpec, weights: DenseWeights | MoEWeights) -> Tensor:
-        kernels, activation = self.kernels, _ACTIVATIONS[spec.activation]
+        kernels, activation = self.kernels, ACTIVATIONS[spec.activation]
         if isinstance(spec, MoESpec):
             assert isinstance(weights, MoEWeights)
             chosen, shares = kernels.route(
                 x,
                 weights.router,
                 weights.router_bias,
-                kind=_ROUTERS[spec.router],
+                kind=ROUTERS[spec.router],
                 active=spec.active,
                 normalize=spec.normalize,
                 scale=spec.routed_scale,

@@ -1,0 +1,1 @@
+"""The C backend for processors: compiled at first start, called by ctypes."""

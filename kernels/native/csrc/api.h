@@ -1,0 +1,216 @@
+/* What Python calls, by ctypes. Included by stack.c. Pointers stay the caller's; nothing here outlives its context. */
+
+#define EXPORT __attribute__((visibility("default")))
+
+EXPORT int64_t tp_struct_bytes(int which) {
+    const int64_t sizes[] = {sizeof(Matrix), sizeof(Layer), sizeof(Rope), sizeof(Model), sizeof(Step)};
+    return which >= 0 && which < 5 ? sizes[which] : -1;
+}
+
+EXPORT int tp_has_avx512(void) { return TP_AVX512; }
+
+EXPORT Context *tp_new(int threads) {
+    Context *context = calloc(1, sizeof(Context));
+    if (context == NULL) return NULL;
+    fill_tables();
+    context->pool = pool_new(threads);
+    if (context->pool == NULL) {
+        free(context);
+        return NULL;
+    }
+    return context;
+}
+
+EXPORT int tp_threads(const Context *context) { return context->pool->threads; }
+
+EXPORT void tp_free(Context *context) {
+    if (context == NULL) return;
+    pool_free(context->pool);
+    for (int i = 0; i < B_BUFFERS; i++) free(context->buffers[i]);
+    for (int i = 0; i < MAX_THREADS; i++) free(context->own[i]);
+    for (int i = 0; i < context->group_count; i++) free(context->groups[i].blocks);
+    free(context->expert_starts);
+    free(context);
+}
+
+/* ---- work space ------------------------------------------------------------------------------------------------- */
+
+static int want(Context *context, int buffer, int64_t bytes) {
+    context->buffers[buffer] = grow(context->buffers[buffer], &context->have[buffer], MAX(bytes, TP_PAD));
+    return context->buffers[buffer] != NULL;
+}
+
+static int prepare_memory(Context *context, int64_t tokens) {
+    const Model *model = context->model;
+    const int64_t hidden = model->hidden;
+    int64_t qkv = 0, queries = 0, values = 0, inner = 0, two_inner = 0, multiplied = hidden, rotary = 0, experts = 0;
+    int64_t active = 0, attention = hidden * 4, spread = PANEL * 2, partial = 0;
+    for (int32_t i = 0; i < model->layer_count; i++) {
+        const Layer *layer = &model->layers[i];
+        const Shape *shape = &layer->shape;
+        const int64_t rows = layer->experts ? layer->active : 1;
+        const Matrix *gate_up = layer->experts ? layer->expert_gate_up : &layer->gate_up;
+        const Matrix *down = layer->experts ? layer->expert_down : &layer->down;
+        const int64_t value_width = (int64_t)shape->heads * shape->value_dim;
+        qkv = MAX(qkv, layer->qkv.n);
+        queries = MAX(queries, (int64_t)shape->heads * (shape->dim + 1));
+        values = MAX(values, value_width);
+        inner = MAX(inner, rows * down->k);
+        if (!can_gate(gate_up)) two_inner = MAX(two_inner, rows * gate_up->n);
+        multiplied = MAX(multiplied, MAX(value_width, rows * (down->k + 1)));
+        attention = MAX(attention, scratch_bytes(shape->dim, shape->value_dim));
+        experts = MAX(experts, layer->experts);
+        active = MAX(active, layer->experts ? layer->active : 0);
+        partial = MAX(partial, partial_floats(shape));
+        const Matrix *all[] = {&layer->qkv, &layer->output, gate_up, down};
+        for (int m = 0; m < 4; m++)
+            if (all[m]->format >= FORMAT_MXFP4) spread = MAX(spread, 2 * PANEL * (all[m]->k + 1));
+    }
+    if (model->head.format >= FORMAT_MXFP4) spread = MAX(spread, 2 * PANEL * (model->head.k + 1));
+    for (int32_t r = 0; r < model->rope_count; r++) rotary += model->ropes[r].dim;
+    int64_t keys = 0;
+    for (int64_t row = 0; row < context->step->rows; row++)
+        keys = MAX(keys, context->step->starts[row] + context->step->counts[row]);
+    const int64_t segments = keys / SEGMENT + 2, pieces = 2 * context->pool->threads;
+    int ok = want(context, B_HIDDEN, tokens * hidden * 4) && want(context, B_OTHER_HIDDEN, tokens * hidden * 4) &&
+             want(context, B_X, tokens * (multiplied + 1) * 2) &&
+             want(context, B_X_SCALES, tokens * MAX(1, active) * 4) &&
+             want(context, B_QKV, tokens * MAX(qkv, two_inner) * 4) && want(context, B_QUERIES, tokens * queries * 2) &&
+             want(context, B_ATTENDED, tokens * values * 4) && want(context, B_INNER, tokens * inner * 4) &&
+             want(context, B_OUT, tokens * hidden * 4) && want(context, B_ROTARY, tokens * rotary * 4) &&
+             want(context, B_ROW_OF, tokens * 4) && want(context, B_POSITION, tokens * 8) &&
+             want(context, B_COUNTERS, (int64_t)model->layer_count * OPS_PER_LAYER * sizeof(Counter)) &&
+             want(context, B_PARTIAL, segments * pieces * partial * 4) &&
+             want(context, B_NORMED, (experts ? tokens : 0) * hidden * 4) &&
+             want(context, B_ROUTER, tokens * experts * 4) && want(context, B_CHOSEN, tokens * active * 4) &&
+             want(context, B_SHARES, tokens * active * 4) && want(context, B_ORDER, tokens * active * 4) &&
+             want(context, B_PLACE, tokens * active * 4) &&
+             want(context, B_EXPERT_OUT, tokens * active * hidden * 4);
+    context->own_x = CEIL_DIV(spread * 2, TP_PAD) * TP_PAD;
+    context->own_attention = context->own_x + CEIL_DIV(FEW * (hidden + 1) * 2 + FEW * 8, TP_PAD) * TP_PAD;
+    for (int thread = 0; ok && thread < context->pool->threads; thread++) {
+        context->own[thread] =
+            grow(context->own[thread], &context->own_have[thread], context->own_attention + attention);
+        ok = context->own[thread] != NULL;
+    }
+    if (ok && experts > context->expert_starts_have) {
+        free(context->expert_starts);
+        context->expert_starts = malloc((size_t)(2 * experts + 1) * 4);
+        context->expert_starts_have = context->expert_starts ? experts : 0;
+        ok = context->expert_starts != NULL;
+    }
+    context->hit = context->expert_starts ? context->expert_starts + context->expert_starts_have + 1 : NULL;
+    return ok;
+}
+
+static int most_keys_first(const void *a, const void *b) {
+    const int64_t left = ((const QueryBlock *)a)->keys, right = ((const QueryBlock *)b)->keys;
+    return left < right ? 1 : left > right ? -1 : 0;
+}
+
+/* Cut rows into blocks of queries, the longest work first. */
+static int cut_blocks(Context *context) {
+    const Step *step = context->step;
+    context->group_count = MAX(context->group_count, 0);
+    int used = 0;
+    for (int32_t i = 0; i < context->model->layer_count; i++) {
+        const Shape *shape = &context->model->layers[i].shape;
+        const int32_t group = shape->heads / shape->kv_heads;
+        int known = 0;
+        for (int g = 0; g < used; g++) known |= context->groups[g].group == group;
+        if (known) continue;
+        if (used == MAX_GROUPS || group > QUERY_ROWS) return 0;
+        Blocks *blocks = &context->groups[used++];
+        context->group_count = MAX(context->group_count, used);
+        blocks->group = group;
+        blocks->count = 0;
+        const int64_t per_block = MAX(1, QUERY_ROWS / group);
+        for (int64_t row = 0; row < step->rows; row++) {
+            const int64_t pieces = CEIL_DIV(step->counts[row], per_block);
+            if (blocks->count + pieces > blocks->have) {
+                const int64_t have = 2 * (blocks->count + pieces) + 64;
+                QueryBlock *more = realloc(blocks->blocks, (size_t)have * sizeof(QueryBlock));
+                if (more == NULL) return 0;
+                blocks->blocks = more;
+                blocks->have = have;
+            }
+            for (int64_t first = 0; first < step->counts[row]; first += per_block) {
+                const int32_t count = (int32_t)MIN(per_block, step->counts[row] - first);
+                blocks->blocks[blocks->count++] =
+                    (QueryBlock){(int32_t)row, (int32_t)first, count, step->starts[row] + first + count};
+            }
+        }
+        qsort(blocks->blocks, (size_t)blocks->count, sizeof(QueryBlock), most_keys_first);
+    }
+    return 1;
+}
+
+/* ---- a step ----------------------------------------------------------------------------------------------------- */
+
+/* 0 if done, 1 if there was no memory. */
+EXPORT int tp_forward(Context *context, const Model *model, const Step *step) {
+    context->model = model;
+    context->step = step;
+    if (!prepare_memory(context, step->tokens) || !cut_blocks(context)) return 1;
+    memset(context->buffers[B_COUNTERS], 0, (size_t)model->layer_count * OPS_PER_LAYER * sizeof(Counter));
+    int64_t t = 0;
+    for (int64_t row = 0; row < step->rows; row++)
+        for (int64_t i = 0; i < step->counts[row]; i++, t++) {
+            BUFFER(int32_t, B_ROW_OF)[t] = (int32_t)row;
+            BUFFER(int64_t, B_POSITION)[t] = step->starts[row] + i;
+        }
+    pool_run(context->pool, forward, context);
+    return 0;
+}
+
+typedef struct {
+    Context *context;
+    Product product;
+    Counter counter;
+    const float *from;
+    char *spread[MAX_THREADS];
+} Multiplication;
+
+static void multiply_all(void *given, int thread) {
+    Multiplication *m = given;
+    product(&m->product, m->context->pool, &m->counter, (bf16 *)m->spread[thread]);
+}
+
+/* out [rows, n] fp32 = x [rows, k] bf16 times w. 0 if done, 1 if there was no memory. */
+EXPORT int tp_multiply(Context *context, const Matrix *w, const float *bias, const bf16 *x, int64_t rows, float *out) {
+    Multiplication *m = NULL;
+    const int64_t stride = w->k + w->k % 2, threads = context->pool->threads;
+    const int64_t spread = w->format >= FORMAT_MXFP4 ? 4 * PANEL * (w->k + 1) : TP_PAD;
+    char *memory = NULL;
+    if (posix_memalign((void **)&m, TP_PAD, sizeof(Multiplication)) != 0) return 1;
+    if (posix_memalign((void **)&memory, TP_PAD, (size_t)(rows * (stride * 2 + 4) + TP_PAD + threads * spread)) != 0) {
+        free(m);
+        return 1;
+    }
+    memset(m, 0, sizeof(*m));
+    m->context = context;
+    uint16_t *values = (uint16_t *)(memory + threads * spread);
+    float *scales = (float *)(memory + threads * spread + CEIL_DIV(rows * stride * 2, 4) * 4);
+    for (int thread = 0; thread < threads; thread++) m->spread[thread] = memory + thread * spread;
+    int ok = 1;
+    if (w->format == FORMAT_INT8) {
+        float *wide = malloc((size_t)w->k * 4);
+        ok = wide != NULL;
+        for (int64_t r = 0; ok && r < rows; r++) {
+            for (int64_t i = 0; i < w->k; i++) wide[i] = bf16_to_f32(x[r * w->k + i]);
+            prepare_row(wide, w, values + r * stride, scales + r);
+        }
+        free(wide);
+    } else {
+        for (int64_t r = 0; r < rows; r++) {
+            memcpy(values + r * stride, x + r * w->k, (size_t)w->k * 2);
+            if (w->k % 2) values[r * stride + w->k] = 0;
+        }
+    }
+    m->product = (Product){.w = w, .bias = bias, .x = {values, scales, stride, NULL}, .rows = rows, .out = OUT_STORE,
+                           .target = out, .target_stride = w->n};
+    if (ok) pool_run(context->pool, multiply_all, m);
+    free(memory);
+    free(m);
+    return !ok;
+}

@@ -1,0 +1,43 @@
+"""The backend that is chosen on a processor when the C library could be compiled."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from kernels.native import library
+from kernels.native.build import BuildError, build
+from kernels.native.packed import PackedMatrix, pack
+from kernels.native.stack import Context
+from kernels.quantized import Matrix
+from kernels.reference import ReferenceKernels
+
+
+class NativeKernels(ReferenceKernels):
+    """Implements kernels.interface.Kernels for bf16 on a processor; single operations are the reference's.
+
+    What makes it fast is `kernels.native.stack.Stack`, which runs a whole step with `context`. int8: plain matrices are
+    rounded to int8 when they are packed, with one scale a row.
+    """
+
+    def __init__(self, cache: Path, threads: int | None = None, *, int8: bool = False, defines: Sequence[str] = ()):
+        """Raises `kernels.native.build.BuildError` if the library cannot be made or loaded."""
+        path = build(cache, defines)
+        try:
+            lib = library.load(path)
+        except (OSError, AttributeError) as error:
+            raise BuildError(f"cannot load {path}: {error}") from error
+        self.context = Context(lib, threads or torch.get_num_threads() or os.cpu_count() or 1)
+        self.int8 = int8
+
+    def pack(self, weight: Matrix) -> Matrix:
+        return pack(weight, int8=self.int8)
+
+    def linear(self, x: Tensor, weight: Matrix, bias: Tensor | None = None) -> Tensor:
+        if isinstance(weight, PackedMatrix) and x.dtype is torch.bfloat16:
+            return self.context.multiply(x, weight, None if bias is None else bias.float()).to(x.dtype)
+        return super().linear(x, weight, bias)

@@ -1,0 +1,128 @@
+"""The C structs and functions as ctypes sees them. Field for field what csrc/ declares; sizes are checked on loading."""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import POINTER, Structure, c_float, c_int, c_int32, c_int64, c_void_p
+from pathlib import Path
+from typing import Any
+
+Fields = list[tuple[str, Any]]
+
+
+class Matrix(Structure):
+    _fields_: Fields = [("data", c_void_p), ("scales", c_void_p), ("n", c_int64), ("k", c_int64), ("format", c_int32)]
+
+
+class Shape(Structure):
+    _fields_: Fields = [
+        ("heads", c_int32),
+        ("kv_heads", c_int32),
+        ("dim", c_int32),
+        ("value_dim", c_int32),
+        ("window", c_int32),
+        ("scale", c_float),
+        ("sinks", c_void_p),
+    ]
+
+
+class Pages(Structure):
+    _fields_: Fields = [
+        ("k", c_void_p),
+        ("v", c_void_p),
+        ("slab_stride", c_int64),
+        ("page_stride", c_int64),
+        ("per_slab", c_int32),
+        ("page_tokens", c_int32),
+    ]
+
+
+class Rope(Structure):
+    _fields_: Fields = [("frequencies", c_void_p), ("dim", c_int32), ("scale", c_float)]
+
+
+class Layer(Structure):
+    _fields_: Fields = [
+        ("attention_norm", c_void_p),
+        ("attention_post_norm", c_void_p),
+        ("mlp_norm", c_void_p),
+        ("mlp_post_norm", c_void_p),
+        ("qk_norm", c_void_p),
+        ("qkv", Matrix),
+        ("output", Matrix),
+        ("gate_up", Matrix),
+        ("down", Matrix),
+        ("qkv_bias", c_void_p),
+        ("output_bias", c_void_p),
+        ("gate_up_bias", c_void_p),
+        ("down_bias", c_void_p),
+        ("shape", Shape),
+        ("pages", Pages),
+        ("kind", c_int32),
+        ("rope", c_int32),
+        ("value_scale", c_float),
+        ("activation", c_int32),
+        ("limit", c_float),
+        ("alpha", c_float),
+        ("experts", c_int32),
+        ("active", c_int32),
+        ("router_kind", c_int32),
+        ("normalize", c_int32),
+        ("routed_scale", c_float),
+        ("router", c_void_p),
+        ("router_bias", c_void_p),
+        ("expert_gate_up", POINTER(Matrix)),
+        ("expert_down", POINTER(Matrix)),
+        ("expert_gate_up_bias", c_void_p),
+        ("expert_down_bias", c_void_p),
+    ]
+
+
+class Model(Structure):
+    _fields_: Fields = [
+        ("hidden", c_int64),
+        ("eps", c_float),
+        ("embedding_scale", c_float),
+        ("embedding", c_void_p),
+        ("head", Matrix),
+        ("final_norm", c_void_p),
+        ("layers", POINTER(Layer)),
+        ("ropes", POINTER(Rope)),
+        ("layer_count", c_int32),
+        ("rope_count", c_int32),
+    ]
+
+
+class Step(Structure):
+    _fields_: Fields = [
+        ("tokens", c_int64),
+        ("rows", c_int64),
+        ("ids", c_void_p),
+        ("slots", c_void_p),
+        ("starts", c_void_p),
+        ("counts", c_void_p),
+        ("tables", c_void_p * 2),
+        ("table_stride", c_int64 * 2),
+        ("out", c_void_p),
+    ]
+
+
+def load(path: Path) -> ctypes.CDLL:
+    """The library with its functions' types set. Raises OSError if it cannot be loaded or is not this one."""
+    library = ctypes.CDLL(str(path))
+    signatures: dict[str, tuple[Any, list[Any]]] = {
+        "tp_struct_bytes": (c_int64, [c_int]),
+        "tp_has_avx512": (c_int, []),
+        "tp_new": (c_void_p, [c_int]),
+        "tp_threads": (c_int, [c_void_p]),
+        "tp_free": (None, [c_void_p]),
+        "tp_forward": (c_int, [c_void_p, POINTER(Model), POINTER(Step)]),
+        "tp_multiply": (c_int, [c_void_p, POINTER(Matrix), c_void_p, c_void_p, c_int64, c_void_p]),
+    }
+    for name, (result, arguments) in signatures.items():
+        function = getattr(library, name)
+        function.restype, function.argtypes = result, arguments
+    for index, struct in enumerate((Matrix, Layer, Rope, Model, Step)):
+        if library.tp_struct_bytes(index) != ctypes.sizeof(struct):
+            raise OSError(f"{path}: {struct.__name__} differs in size")
+    return library

@@ -1,0 +1,122 @@
+"""The decoder on a processor: the same layers as `server.model.decoder`, run by the C library in one call a step."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kernels.interface import PagedKV
+from kernels.native.kernels import NativeKernels
+from kernels.native.packed import Format, PackedMatrix
+from kernels.native.stack import Stack, StackDense, StackLayer, StackMoE, StackRope
+from kernels.quantized import Matrix
+from server.model.batch import Batch
+from server.model.decoder import ACTIVATIONS, ROUTERS, frequencies
+from server.model.kv_arena import KVArena
+from server.model.spec import DenseSpec, LayerSpec, ModelSpec, MoESpec, RopeSpec
+from server.model.weights import DenseWeights, LayerWeights, MoEWeights, Weights
+from server.step import PageKind
+
+
+class NativeDecoder:
+    """Stands in for `server.model.decoder.Decoder`; its weights are packed by `kernels`, its K and V are bf16."""
+
+    def __init__(self, spec: ModelSpec, weights: Weights, kernels: NativeKernels) -> None:
+        self.spec = spec
+        self.weights = weights
+        self.kernels = kernels
+        self._arena: KVArena | None = None
+        self._stack: Stack | None = None
+        self._head = _packed(weights.head)
+
+    def forward(self, tokens: Tensor, batch: Batch, arena: KVArena) -> Tensor:
+        """tokens [T] int64 -> hidden [T, M] bf16 after the final norm. Writes the tokens' K/V into the batch's pages."""
+        if arena is not self._arena or self._stack is None:
+            self._arena, self._stack = arena, self._bind(arena)
+        tables = [batch.tables[PageKind.FULL], batch.tables[PageKind.WINDOW]]
+        return self._stack.forward(tokens, batch.rows, tables)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden [R, M] after the final norm -> [R, N] fp32"""
+        return self.kernels.context.multiply(hidden.to(torch.bfloat16), self._head)
+
+    def _bind(self, arena: KVArena) -> Stack:
+        assert arena.dtype is torch.bfloat16, arena.dtype
+        spec, weights = self.spec, self.weights
+        ropes = list(dict.fromkeys(layer.attention.rope for layer in spec.layers))
+        plain = weights.embedding
+        own_rows = isinstance(plain, Tensor)
+        return Stack(
+            self.kernels.context,
+            [
+                _layer(layer, layer_weights, kv, ropes)
+                for layer, layer_weights, kv in zip(spec.layers, weights.layers, arena.layers, strict=True)
+            ],
+            [StackRope(frequencies=frequencies(rope), factor=rope.attention_factor) for rope in ropes],
+            embedding=plain.contiguous() if own_rows else None,
+            embedding_scale=torch.tensor(spec.embedding_scale, dtype=torch.bfloat16).item(),
+            head=self._head,
+            final_norm=weights.final_norm,
+            eps=spec.norm_eps,
+        )
+
+
+def _layer(layer: LayerSpec, weights: LayerWeights, kv: PagedKV, ropes: list[RopeSpec]) -> StackLayer:
+    attention, own = layer.attention, weights.attention
+    return StackLayer(
+        heads=attention.heads,
+        kv_heads=attention.kv_heads,
+        head_dim=attention.head_dim,
+        value_dim=attention.value_dim,
+        window_keys=attention.window_keys,
+        scale=attention.scale,
+        value_scale=attention.value_scale,
+        rope=ropes.index(attention.rope),
+        table=0 if attention.window_keys is None else 1,
+        kv=kv,
+        attention_norm=weights.attention_norm,
+        qkv=_packed(own.qkv),
+        qkv_bias=own.qkv_bias,
+        qk_norm=own.qk_norm,
+        sinks=own.sinks,
+        output=_packed(own.output),
+        output_bias=own.output_bias,
+        attention_post_norm=weights.attention_post_norm,
+        mlp_norm=weights.mlp_norm,
+        mlp=_mlp(layer.mlp, weights.mlp),
+        mlp_post_norm=weights.mlp_post_norm,
+    )
+
+
+def _mlp(spec: DenseSpec | MoESpec, weights: DenseWeights | MoEWeights) -> StackDense | StackMoE:
+    activation = ACTIVATIONS[spec.activation]
+    if isinstance(spec, DenseSpec):
+        assert isinstance(weights, DenseWeights)
+        return StackDense(
+            gate_up=_packed(weights.gate_up),
+            down=_packed(weights.down),
+            gate_up_bias=weights.gate_up_bias,
+            down_bias=weights.down_bias,
+            activation=activation,
+        )
+    assert isinstance(weights, MoEWeights)
+    return StackMoE(
+        router=weights.router,
+        router_bias=weights.router_bias,
+        gate_up=_packed(weights.gate_up),
+        down=_packed(weights.down),
+        gate_up_bias=weights.gate_up_bias,
+        down_bias=weights.down_bias,
+        activation=activation,
+        kind=ROUTERS[spec.router],
+        active=spec.active,
+        normalize=spec.normalize,
+        scale=spec.routed_scale,
+    )
+
+
+def _packed(matrix: Matrix) -> PackedMatrix:
+    if not isinstance(matrix, PackedMatrix):
+        raise TypeError(f"a matrix of this model was not packed: {type(matrix).__name__}")
+    assert matrix.format in Format
+    return matrix
