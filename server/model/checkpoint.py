@@ -2,45 +2,79 @@
 
 from __future__ import annotations
 
+import os
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from server.errors import StartupError
 from server.model.families.names import TensorNames
 from server.model.gguf_file import GGUFFile
-from server.model.safetensors_files import TensorInfo, read_header, weight_files
+from server.model.safetensors_files import TensorInfo, read_header, read_index_metadata, weight_files
+
+DTYPES = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "I16": torch.int16,
+    "I32": torch.int32,
+    "I64": torch.int64,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F32": torch.float32,
+    "F64": torch.float64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
+}
+
+_BUFFER_BYTES = 8 * 2**20
 
 
 class Checkpoint(Protocol):
-    """Read-only and memory-mapped: nothing is read before `read` asks for it."""
+    """Nothing of a tensor is read before it is asked for, and what was read leaves no pages behind. Several threads may
+    read at once."""
 
     is_gguf: bool
 
     @property
     def tensors(self) -> Mapping[str, TensorInfo]: ...
 
+    @property
+    def metadata(self) -> Mapping[str, Any]:
+        """What the index of a folder says about the whole."""
+        ...
+
     def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
         """Rows [start, stop) of a tensor on the CPU, in the stored dtype (GGUF: float32)."""
         ...
 
+    def read_into(self, target: Tensor, name: str, start: int = 0) -> None:
+        """Fill target with the rows from `start` on, in target's dtype and on its device."""
+        ...
+
 
 class SafetensorsCheckpoint:
-    """The safetensors files of a folder, see `weight_files`."""
+    """The safetensors files of a folder, see `weight_files`.
+
+    Files are read and not mapped: the pages of a mapping count as this process's memory for as long as it lives.
+    """
 
     is_gguf = False
 
     def __init__(self, folder: Path) -> None:
-        self._handles: dict[Path, Any] = {}
+        self._open: dict[Path, int] = {}
+        self._opening = threading.Lock()
         self._home: dict[str, Path] = {}
         self.tensors: dict[str, TensorInfo] = {}
         files = weight_files(folder)
         if not files:
             raise StartupError(f"{folder}: no .safetensors file is there")
+        self.metadata = read_index_metadata(folder)
         for file in files:
             for name, info in read_header(file).items():
                 if name in self._home:
@@ -48,28 +82,74 @@ class SafetensorsCheckpoint:
                 self._home[name] = file
                 self.tensors[name] = info
 
+    def __del__(self) -> None:
+        for descriptor in self.__dict__.get("_open", {}).values():
+            os.close(descriptor)
+
     def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
-        file = self._home[name]
+        info = self.tensors[name]
+        shape = info.shape
+        if start or stop is not None:
+            shape = (len(range(*slice(start, stop).indices(shape[0]))), *shape[1:])
+        values = torch.empty(shape, dtype=self._dtype(name))
+        self.read_into(values, name, start)
+        return values
+
+    def read_into(self, target: Tensor, name: str, start: int = 0) -> None:
+        info, dtype = self.tensors[name], self._dtype(name)
+        if target.numel() == 0:
+            return
+        row_bytes = info.stored_bytes // (info.shape[0] if info.shape else 1)
+        if target.dtype is dtype and target.device.type == "cpu" and target.is_contiguous():
+            self._read_bytes(target.view(-1).view(torch.uint8), name, start * row_bytes)
+            return
+        step = max(1, _BUFFER_BYTES // row_bytes)
+        buffer = torch.empty(min(step, target.shape[0]) * row_bytes, dtype=torch.uint8)
+        for first in range(0, target.shape[0], step):
+            part = target[first : first + step]
+            stored = buffer[: part.shape[0] * row_bytes]
+            self._read_bytes(stored, name, (start + first) * row_bytes)
+            part.copy_(stored.view(dtype).view(part.shape))
+
+    def _dtype(self, name: str) -> torch.dtype:
+        stored = self.tensors[name].dtype
+        if stored not in DTYPES:
+            raise StartupError(f"{self._home[name]}: tensor {name} is {stored}, which is not supported")
+        return DTYPES[stored]
+
+    def _descriptor(self, file: Path) -> int:
+        with self._opening:
+            if file not in self._open:
+                self._open[file] = os.open(file, os.O_RDONLY)
+            return self._open[file]
+
+    def _read_bytes(self, target: Tensor, name: str, offset: int) -> None:
+        """Fill a vector of bytes from a tensor's byte `offset` on. Other threads run meanwhile."""
+        file, view = self._home[name], target.numpy().data
+        position = self.tensors[name].offset + offset
         try:
-            if file not in self._handles:
-                self._handles[file] = safe_open(file, framework="pt")
-            handle = self._handles[file]
-            if start == 0 and stop is None:
-                whole: Tensor = handle.get_tensor(name)
-                return whole
-            part: Tensor = handle.get_slice(name)[start:stop]
-            return part
-        except (SafetensorError, OSError) as error:
-            raise StartupError(f"{file}: tensor {name} cannot be read: {error}") from error
+            descriptor = self._descriptor(file)
+            while view:
+                count = os.preadv(descriptor, [view], position)
+                if count == 0:
+                    raise StartupError(f"{file}: tensor {name} cannot be read: the file was cut short meanwhile")
+                view, position = view[count:], position + count
+        except OSError as error:
+            raise StartupError(f"{file}: tensor {name} cannot be read: {error.strerror}") from error
 
 
 class GGUFCheckpoint:
+    """Values are dequantized a bounded number of rows at a time, and the file's pages given back after each."""
+
     is_gguf = True
+    metadata: Mapping[str, Any] = {}
 
     def __init__(self, file: GGUFFile) -> None:
         self._file = file
         self.tensors = {
-            name: TensorInfo(shape=tensor.shape, stored_bytes=tensor.raw.nbytes)
+            name: TensorInfo(
+                shape=tensor.shape, dtype=tensor.kind.name, stored_bytes=tensor.raw.nbytes, offset=tensor.offset
+            )
             for name, tensor in file.tensors.items()
         }
 
@@ -78,9 +158,28 @@ class GGUFCheckpoint:
         values = tensor.dequantize(start, stop)
         return torch.from_numpy(values if values.flags.writeable else values.copy())
 
+    def read_into(self, target: Tensor, name: str, start: int = 0) -> None:
+        tensor = self._file.tensors[name]
+        if len(tensor.shape) != 2:
+            target.copy_(self.read(name))
+            return
+        step = max(1, _BUFFER_BYTES // (4 * tensor.shape[1]))
+        for first in range(0, target.shape[0], step):
+            part = target[first : first + step]
+            part.copy_(self.read(name, start + first, start + first + part.shape[0]))
+        self._file.forget(tensor, start, start + target.shape[0])
+
+
+def scales_of(name: str) -> str:
+    """The name of an fp8 tensor's scales: weight -> weight_scale_inv."""
+    return f"{name}_scale_inv"
+
 
 def find_names(checkpoint: Checkpoint, canonical: list[str], names: TensorNames) -> dict[str, str]:
-    """Canonical name -> checkpoint name; a StartupError names what is missing or what nothing reads."""
+    """Canonical name -> checkpoint name; a StartupError names what is missing or what nothing reads.
+
+    Several names may share one tensor, as q, k and v do in a fused projection; scales belong to their tensor.
+    """
     present = checkpoint.tensors
     prefix = names.prefix_in(present.keys())
     found, missing = {}, []
@@ -93,7 +192,7 @@ def find_names(checkpoint: Checkpoint, canonical: list[str], names: TensorNames)
             found[name] = match
     if missing:
         raise StartupError(f"the checkpoint lacks {_listed(missing)}")
-    used = set(found.values())
+    used = {*found.values(), *map(scales_of, found.values())}
     unused = [name for name in present if name not in used and not names.is_ignored(name)]
     if unused:
         raise StartupError(f"the checkpoint has tensors that this model does not use: {_listed(unused)}")

@@ -45,11 +45,13 @@ _U64 = struct.Struct("<Q")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GGUFTensor:
-    """shape is in torch order (GGUF writes it reversed); raw is [rows, bytes per row], a view of the file."""
+    """shape is in torch order (GGUF writes it reversed); raw is [rows, bytes per row], a view of the file from byte
+    `offset` on."""
 
     name: str
     shape: tuple[int, ...]
     kind: GGMLQuantizationType
+    offset: int
     raw: np.ndarray
 
     def dequantize(self, start: int = 0, stop: int | None = None) -> np.ndarray:
@@ -87,6 +89,13 @@ class GGUFFile:
             raise
         except (struct.error, ValueError, OverflowError, RecursionError) as error:
             raise StartupError(f"{self.path}: damaged GGUF header at byte {self._offset}: {error}") from error
+
+    def forget(self, tensor: GGUFTensor, start: int, stop: int) -> None:
+        """Rows [start, stop) were read: their pages no longer count as memory of this process."""
+        row_bytes = tensor.raw.shape[1]
+        first = (tensor.offset + start * row_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
+        last = min(len(self._map), tensor.offset + stop * row_bytes)
+        self._map.madvise(mmap.MADV_DONTNEED, first, last - first)
 
     def vocabulary_rows(self) -> int:
         """Rows of the embedding, since many files leave vocab_size out."""
@@ -130,7 +139,7 @@ class GGUFFile:
         if start + rows * row_bytes > len(self._map):
             raise StartupError(f"{self.path}: tensor {name!r} lies outside the file: it is cut short, fetch it again")
         raw = np.frombuffer(self._map, np.uint8, rows * row_bytes, start).reshape(rows, row_bytes)
-        return GGUFTensor(name=name, shape=shape, kind=kind, raw=raw)
+        return GGUFTensor(name=name, shape=shape, kind=kind, offset=start, raw=raw)
 
     def _tensor_entry(self) -> tuple[str, tuple[int, ...], GGMLQuantizationType, int]:
         name = self._string()
