@@ -6,18 +6,21 @@ a matrix per expert and projection, are read in `weights`. Letters: E experts, M
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from kernels.mxfp4 import BLOCK_COLUMNS, Mxfp4
 from kernels.quantized import Matrix
 from server.model.spec import ExpertFiles, MoESpec
 
-Entries = Callable[[str], Iterator[Tensor]]
-"""The entries of a stored tensor along its leading axis, one after another, so that no layer is held twice."""
+Shapes = dict[str, tuple[int, ...]]
+Read = Callable[[str, int | None], Tensor]
+"""(part of the layer, entry of its leading axis or None for all of it) -> the stored tensor. One entry after another is
+asked for, so that no layer is held twice."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,57 +28,121 @@ class Experts:
     """gate_up [E, 2 * W, M], gate's rows first, and its bias [E, 2 * W]; down [E, M, W] and its bias [E, M]."""
 
     gate_up: Matrix
-    gate_up_bias: Tensor | None
     down: Matrix
-    down_bias: Tensor | None
+    gate_up_bias: Tensor | None = None
+    down_bias: Tensor | None = None
 
 
 class Stored(Protocol):
-    def shapes(self, moe: MoESpec, hidden: int) -> dict[str, tuple[int, ...]]:
-        """Canonical parts of a layer and the shapes in the file."""
+    def shapes(self, moe: MoESpec, hidden: int) -> Shapes:
+        """Canonical parts of a layer and their shapes in the file. Parts that end in _codes or _scales are bytes."""
         ...
 
-    def load(
-        self, moe: MoESpec, hidden: int, entries: Entries, dtype: torch.dtype, device: torch.device
-    ) -> Experts: ...
+    def load(self, moe: MoESpec, hidden: int, read: Read, dtype: torch.dtype, device: torch.device) -> Experts:
+        """Plain matrices and biases become dtype; codes and scales stay what they are."""
+        ...
 
 
 class Interleaved:
     """gpt-oss in bf16: matrices [E, in, out], as transformers 5.24 keeps and saves them; columns of gate and up, and
     the entries of their bias, take turns, gate first."""
 
-    def shapes(self, moe: MoESpec, hidden: int) -> dict[str, tuple[int, ...]]:
+    def shapes(self, moe: MoESpec, hidden: int) -> Shapes:
         return {
             "experts_gate_up": (moe.experts, hidden, 2 * moe.width),
             "experts_down": (moe.experts, moe.width, hidden),
             **_bias_shapes(moe, hidden),
         }
 
-    def load(self, moe: MoESpec, hidden: int, entries: Entries, dtype: torch.dtype, device: torch.device) -> Experts:
+    def load(self, moe: MoESpec, hidden: int, read: Read, dtype: torch.dtype, device: torch.device) -> Experts:
         gate_up = torch.empty(moe.experts, 2 * moe.width, hidden, dtype=dtype, device=device)
         down = torch.empty(moe.experts, hidden, moe.width, dtype=dtype, device=device)
-        for expert, stored in enumerate(entries("experts_gate_up")):
-            _in_halves(stored.T, gate_up[expert])
-        for expert, stored in enumerate(entries("experts_down")):
-            down[expert] = stored.T
-        return Experts(gate_up=gate_up, down=down, **_biases(moe, hidden, entries, dtype, device))
+        for expert in range(moe.experts):
+            _in_halves(read("experts_gate_up", expert).T, gate_up[expert])
+            down[expert] = read("experts_down", expert).T
+        gate_up_bias, down_bias = _biases(moe, hidden, read, dtype, device)
+        return Experts(gate_up=gate_up, gate_up_bias=gate_up_bias, down=down, down_bias=down_bias)
 
 
-STORED: dict[ExpertFiles, Stored] = {ExpertFiles.INTERLEAVED: Interleaved()}
+class InterleavedMxfp4:
+    """gpt-oss as published: codes [E, out, in / 32, 16] and scales [E, out, in / 32], rows of gate and up taking turns,
+    gate first; the bytes of a block one after another are the codes of `Mxfp4`."""
+
+    def shapes(self, moe: MoESpec, hidden: int) -> Shapes:
+        inner, outer = hidden // BLOCK_COLUMNS, moe.width // BLOCK_COLUMNS
+        return {
+            "experts_gate_up_codes": (moe.experts, 2 * moe.width, inner, BLOCK_COLUMNS // 2),
+            "experts_gate_up_scales": (moe.experts, 2 * moe.width, inner),
+            "experts_down_codes": (moe.experts, hidden, outer, BLOCK_COLUMNS // 2),
+            "experts_down_scales": (moe.experts, hidden, outer),
+            **_bias_shapes(moe, hidden),
+        }
+
+    def load(self, moe: MoESpec, hidden: int, read: Read, dtype: torch.dtype, device: torch.device) -> Experts:
+        gate_up, down = _empty_mxfp4(moe, hidden, device)
+        for expert in range(moe.experts):
+            _in_halves(read("experts_gate_up_codes", expert).flatten(1), gate_up.codes[expert])
+            _in_halves(read("experts_gate_up_scales", expert), gate_up.scales[expert])
+            down.codes[expert] = read("experts_down_codes", expert).flatten(1)
+            down.scales[expert] = read("experts_down_scales", expert)
+        gate_up_bias, down_bias = _biases(moe, hidden, read, dtype, device)
+        return Experts(gate_up=gate_up, gate_up_bias=gate_up_bias, down=down, down_bias=down_bias)
 
 
-def _bias_shapes(moe: MoESpec, hidden: int) -> dict[str, tuple[int, ...]]:
+class SplitMxfp4:
+    """MiMo's store_dtype mxfp4: for each expert and projection codes [out, in / 2] and scales [out, in / 32]."""
+
+    def shapes(self, moe: MoESpec, hidden: int) -> Shapes:
+        found: Shapes = {}
+        for expert in range(moe.experts):
+            for part, (rows, columns) in _projections(moe, hidden).items():
+                found[f"experts.{expert}.{part}_codes"] = (rows, columns // 2)
+                found[f"experts.{expert}.{part}_scales"] = (rows, columns // BLOCK_COLUMNS)
+        return found
+
+    def load(self, moe: MoESpec, hidden: int, read: Read, dtype: torch.dtype, device: torch.device) -> Experts:
+        gate_up, down = _empty_mxfp4(moe, hidden, device)
+        for expert in range(moe.experts):
+            rows = {"gate": gate_up[expert, : moe.width], "up": gate_up[expert, moe.width :], "down": down[expert]}
+            for part, target in rows.items():
+                target.codes.copy_(read(f"experts.{expert}.{part}_codes", None))
+                target.scales.copy_(read(f"experts.{expert}.{part}_scales", None))
+        return Experts(gate_up=gate_up, down=down)
+
+
+STORED: dict[ExpertFiles, Stored] = {
+    ExpertFiles.INTERLEAVED: Interleaved(),
+    ExpertFiles.INTERLEAVED_MXFP4: InterleavedMxfp4(),
+    ExpertFiles.SPLIT_MXFP4: SplitMxfp4(),
+}
+
+
+def _projections(moe: MoESpec, hidden: int) -> dict[str, tuple[int, int]]:
+    return {"gate": (moe.width, hidden), "up": (moe.width, hidden), "down": (hidden, moe.width)}
+
+
+def _empty_mxfp4(moe: MoESpec, hidden: int, device: torch.device) -> tuple[Mxfp4, Mxfp4]:
+    """gate_up and down of all experts."""
+
+    def empty(rows: int, columns: int) -> Mxfp4:
+        return Mxfp4(
+            codes=torch.empty(moe.experts, rows, columns // 2, dtype=torch.uint8, device=device),
+            scales=torch.empty(moe.experts, rows, columns // BLOCK_COLUMNS, dtype=torch.uint8, device=device),
+        )
+
+    return empty(2 * moe.width, hidden), empty(hidden, moe.width)
+
+
+def _bias_shapes(moe: MoESpec, hidden: int) -> Shapes:
     return {"experts_gate_up_bias": (moe.experts, 2 * moe.width), "experts_down_bias": (moe.experts, hidden)}
 
 
-def _biases(moe: MoESpec, hidden: int, entries: Entries, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
+def _biases(moe: MoESpec, hidden: int, read: Read, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
     gate_up = torch.empty(moe.experts, 2 * moe.width, dtype=dtype, device=device)
     down = torch.empty(moe.experts, hidden, dtype=dtype, device=device)
-    for expert, stored in enumerate(entries("experts_gate_up_bias")):
-        _in_halves(stored, gate_up[expert])
-    for expert, stored in enumerate(entries("experts_down_bias")):
-        down[expert] = stored
-    return {"gate_up_bias": gate_up, "down_bias": down}
+    _in_halves(read("experts_gate_up_bias", None).T, gate_up.T)
+    down.copy_(read("experts_down_bias", None))
+    return gate_up, down
 
 
 def _in_halves(stored: Tensor, target: Tensor) -> None:

@@ -104,11 +104,13 @@ class ExpertFiles(StrEnum):
     """How a checkpoint stores the experts of a layer; shapes in `server.model.expert_files`.
 
     SPLIT: one matrix per expert and projection. INTERLEAVED: all experts of a layer in one tensor, rows of gate and up
-    taking turns (gpt-oss).
+    taking turns (gpt-oss). The MXFP4 ones stay in that format in memory.
     """
 
     SPLIT = "split"
+    SPLIT_MXFP4 = "split_mxfp4"
     INTERLEAVED = "interleaved"
+    INTERLEAVED_MXFP4 = "interleaved_mxfp4"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

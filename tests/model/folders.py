@@ -8,8 +8,9 @@ from typing import Any
 
 import tokenizers
 import torch
+from safetensors.torch import save_file
 from tokenizers import decoders, models, pre_tokenizers, trainers
-from transformers import MiMoV2FlashConfig, MiMoV2FlashForCausalLM, PreTrainedModel
+from transformers import GptOssConfig, GptOssForCausalLM, MiMoV2FlashConfig, MiMoV2FlashForCausalLM, PreTrainedModel
 
 from tests.model.checkpoints import PRO_CONFIG, pro_tensors, write_checkpoint
 
@@ -86,3 +87,34 @@ def write_xiaomi(folder: Path, **changes: Any) -> dict[str, torch.Tensor]:
     tensors = pro_tensors(XIAOMI_CONFIG)
     write_checkpoint(folder, {**XIAOMI_CONFIG, **changes}, tensors)
     return tensors
+
+
+def gpt_oss_mxfp4_tensors(config: GptOssConfig, *, seed: int = 0) -> dict[str, torch.Tensor]:
+    """A random gpt-oss in the published names: experts in blocks and scales, everything else plain."""
+    generator = torch.Generator().manual_seed(seed)
+    tensors: dict[str, torch.Tensor] = {}
+    for name, tensor in GptOssForCausalLM(config).state_dict().items():
+        if name.endswith((".gate_up_proj", ".down_proj")):
+            experts, columns, rows = tensor.shape
+            codes = torch.randint(256, (experts, rows, columns // 32, 16), generator=generator, dtype=torch.uint8)
+            scales = torch.randint(121, 125, codes.shape[:-1], generator=generator, dtype=torch.uint8)
+            tensors |= {f"{name}_blocks": codes, f"{name}_scales": scales}
+            continue
+        spread = 0.3 if tensor.dim() == 1 or "bias" in name else tensor.shape[-1] ** -0.5
+        tensors[name] = float("norm" in name) + spread * torch.randn(tensor.shape, generator=generator)
+    return tensors
+
+
+def write_gpt_oss_mxfp4(folder: Path, config: GptOssConfig, tensors: dict[str, torch.Tensor]) -> None:
+    quantization = {
+        "quant_method": "mxfp4",
+        "modules_to_not_convert": [
+            "model.layers.*.self_attn",
+            "model.layers.*.mlp.router",
+            "model.embed_tokens",
+            "lm_head",
+        ],
+    }
+    settings = {**config.to_dict(), "architectures": ["GptOssForCausalLM"], "quantization_config": quantization}
+    (folder / "config.json").write_text(json.dumps(settings))
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})

@@ -89,6 +89,17 @@ GPT_OSS: dict[str, Any] = {
 }
 """The published config of gpt-oss-20b, but for its quantization_config."""
 
+MXFP4: dict[str, Any] = {
+    "modules_to_not_convert": [
+        "model.layers.*.self_attn",
+        "model.layers.*.mlp.router",
+        "model.embed_tokens",
+        "lm_head",
+    ],
+    "quant_method": "mxfp4",
+}
+"""gpt-oss's published quantization_config."""
+
 FLASH_PATTERN = [0, 1, 1, 1, 1, *([0, 1, 1, 1, 1, 1] * 7), 0]
 FLASH: dict[str, Any] = {
     **PRO_CONFIG,
@@ -241,6 +252,26 @@ def test_gpt_oss_120b_from_a_config_that_relies_on_defaults() -> None:
     assert replace(moe, experts=32) == twenty.layers[0].mlp
 
 
+@pytest.mark.parametrize(
+    ("kept", "plain"),
+    [
+        ([], []),
+        (MXFP4["modules_to_not_convert"], []),
+        (["model.layers.1.mlp.experts"], [1]),
+        (["model.layers.1"], [1]),
+        (["model.layers.*.mlp"], list(range(24))),
+        (["layers.2*.mlp.experts"], [2, 20, 21, 22, 23]),
+        (["model.layers.3.mlp.experts.gate_up_proj", "model.layers.3.mlp.exp"], []),
+    ],
+)
+def test_mxfp4_is_for_the_experts_that_the_config_does_not_leave_out(kept: list[str], plain: list[int]) -> None:
+    quantization = {**MXFP4, "modules_to_not_convert": kept}
+    spec = spec_from_config({**GPT_OSS, "quantization_config": quantization})
+    files = [layer.mlp.files for layer in spec.layers if isinstance(layer.mlp, MoESpec)]
+    assert [layer for layer, stored in enumerate(files) if stored is ExpertFiles.INTERLEAVED] == plain
+    assert set(files) <= {ExpertFiles.INTERLEAVED, ExpertFiles.INTERLEAVED_MXFP4}
+
+
 def test_gpt_oss_rope_spellings_agree() -> None:
     parameters = {**GPT_OSS["rope_scaling"], "rope_theta": 150_000}
     new = {**without(GPT_OSS, "rope_scaling", "rope_theta"), "rope_parameters": parameters}
@@ -312,7 +343,18 @@ def test_mimo_pro_reads_its_uneven_layer_list() -> None:
         ({**GPT_OSS, "hidden_act": "gelu"}, "hidden_act is 'gelu', supported are silu"),
         ({**GPT_OSS, "num_experts_per_tok": 33}, "num_experts_per_tok is '33', expected at most 32"),
         ({**PRO_CONFIG, "attention_projection_layout": "rows"}, "attention_projection_layout = 'rows'"),
-        ({**PRO_CONFIG, "store_dtype": "mxfp4"}, "store_dtype 'mxfp4'"),
+        ({**PRO_CONFIG, "store_dtype": "nf4"}, "store_dtype = 'nf4' is not supported"),
+        ({**PRO_CONFIG, "store_dtype": "mxfp4", "mxfp4_block_size": 16}, "mxfp4_block_size = '16' is not supported"),
+        ({**PRO_CONFIG, "store_dtype": "mxfp4", "hidden_size": 80}, "hidden_size 80 .* must be multiples of 32"),
+        ({**LLAMA, "store_dtype": "mxfp4"}, "store_dtype = 'mxfp4' is not supported"),
+        ({**LLAMA, "quantization_config": {"quant_method": "mxfp4"}}, "quant_method 'mxfp4' is not supported yet"),
+        ({**GPT_OSS, "quantization_config": {"quant_method": "awq"}}, "quant_method is 'awq', supported are mxfp4"),
+        ({**GPT_OSS, "quantization_config": {}}, "quant_method is 'missing', supported are mxfp4"),
+        ({**GPT_OSS, "intermediate_size": 2890, "quantization_config": MXFP4}, "2890 must be multiples of 32"),
+        (
+            {**GPT_OSS, "quantization_config": {**MXFP4, "modules_to_not_convert": "lm_head"}},
+            "modules_to_not_convert is 'lm_head', expected a list of names",
+        ),
         ({**PRO_CONFIG, "hybrid_layer_pattern": [0, 1, 2, 0, 1, 1, 1, 0]}, r"hybrid_layer_pattern\[2\] is 2"),
         (without(PRO_CONFIG, "hybrid_layer_pattern"), "hybrid_layer_pattern or layer_types is missing"),
         (without(PRO_CONFIG, "moe_layer_freq"), "moe_layer_freq or mlp_layer_types is missing"),
@@ -336,7 +378,9 @@ def test_window_keys_must_make_sense() -> None:
 
 
 @pytest.mark.parametrize(
-    "config", [LLAMA, GEMMA, GPT_OSS, PRO_CONFIG, FLASH], ids=["llama", "gemma3", "gpt_oss", "pro", "flash"]
+    "config",
+    [LLAMA, GEMMA, {**GPT_OSS, "quantization_config": MXFP4}, PRO_CONFIG, FLASH],
+    ids=["llama", "gemma3", "gpt_oss", "pro", "flash"],
 )
 def test_any_wrong_value_is_a_startup_error(config: dict[str, Any]) -> None:
     for name in config:

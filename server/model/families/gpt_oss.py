@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
+from server.errors import StartupError
 from server.model.families.keys import Keys, read_dtype
 from server.model.families.names import HF_TOP, TensorNames, hf_layer
 from server.model.families.rope import read_rope
@@ -31,6 +33,8 @@ YARN = {
 KINDS = {"full_attention": False, "sliding_attention": True}
 SWIGLU_ALPHA = 1.702
 SWIGLU_LIMIT = 7.0
+MXFP4_COLUMNS = 32
+"""Columns that share a scale."""
 
 _LAYER = "{prefix}layers.{layer}."
 _EXPERTS = f"{_LAYER}mlp.experts."
@@ -43,8 +47,12 @@ HF_NAMES = TensorNames(
         "router": (f"{_LAYER}mlp.router.weight",),
         "router_bias": (f"{_LAYER}mlp.router.bias",),
         "experts_gate_up": (f"{_EXPERTS}gate_up_proj",),
+        "experts_gate_up_codes": (f"{_EXPERTS}gate_up_proj_blocks",),
+        "experts_gate_up_scales": (f"{_EXPERTS}gate_up_proj_scales",),
         "experts_gate_up_bias": (f"{_EXPERTS}gate_up_proj_bias",),
         "experts_down": (f"{_EXPERTS}down_proj",),
+        "experts_down_codes": (f"{_EXPERTS}down_proj_blocks",),
+        "experts_down_scales": (f"{_EXPERTS}down_proj_scales",),
         "experts_down_bias": (f"{_EXPERTS}down_proj_bias",),
     },
     ignored=(r".*rotary_emb\..*inv_freq",),
@@ -72,18 +80,57 @@ def parse_config(keys: Keys, window_keys: int | None) -> ModelSpec:
     window = replace(
         full, window_keys=window_keys if window_keys is not None else keys.integer("sliding_window", default=128)
     )
-    mlp = _moe(keys)
-    kinds = {kind: LayerSpec(attention=window if kind else full, mlp=mlp) for kind in (False, True)}
+    hidden = keys.integer("hidden_size", default=2880)
+    moe = _moe(keys)
+    files = _expert_files(keys, layers, (hidden, moe.width))
     return ModelSpec(
         family="gpt_oss",
-        hidden=keys.integer("hidden_size", default=2880),
+        hidden=hidden,
         vocab=keys.integer("vocab_size", default=201_088),
         context_tokens=context_tokens,
-        layers=tuple(kinds[kind] for kind in is_window or (layer % 2 == 0 for layer in range(layers))),
+        layers=tuple(
+            LayerSpec(attention=window if kind else full, mlp=replace(moe, files=stored))
+            for kind, stored in zip(is_window or _alternating(layers), files, strict=True)
+        ),
         norm_eps=keys.number("rms_norm_eps", default=1e-5),
         tied_embeddings=keys.boolean("tie_word_embeddings", default=False),
         dtype=read_dtype(keys),
     )
+
+
+def _alternating(layers: int) -> list[bool]:
+    return [layer % 2 == 0 for layer in range(layers)]
+
+
+def _expert_files(keys: Keys, layers: int, columns: tuple[int, int]) -> list[ExpertFiles]:
+    """quant_method mxfp4 says that the experts are in that format, and nothing else is, but for the modules that
+    modules_to_not_convert names: by their beginning up to a dot, by their end, * for anything (transformers 5.24,
+    `should_convert_module`)."""
+    quantization = keys.section("quantization_config")
+    if quantization is None:
+        return [ExpertFiles.INTERLEAVED] * layers
+    quantization.choice("quant_method", allowed={"mxfp4": "mxfp4"}, default="missing")
+    if any(count % MXFP4_COLUMNS for count in columns):
+        raise StartupError(
+            f"{keys.where}: hidden_size {columns[0]} and intermediate_size {columns[1]} must be multiples of "
+            f"{MXFP4_COLUMNS} for mxfp4"
+        )
+    kept = quantization.values.get("modules_to_not_convert") or []
+    if not isinstance(kept, list) or not all(isinstance(pattern, str) for pattern in kept):
+        raise quantization.wrong("modules_to_not_convert", "a list of names")
+    plain = re.compile("|".join(_whole(pattern) for pattern in kept) or "(?!)")
+    return [
+        ExpertFiles.INTERLEAVED
+        if plain.fullmatch(f"model.layers.{layer}.mlp.experts")
+        else ExpertFiles.INTERLEAVED_MXFP4
+        for layer in range(layers)
+    ]
+
+
+def _whole(pattern: str) -> str:
+    """A regular expression for the whole names that a pattern means."""
+    inner = re.escape(pattern).replace(r"\*", ".*")
+    return rf"{inner}(\..*)?|.*{inner}"
 
 
 def _rope(keys: Keys, head_dim: int, context_tokens: int) -> RopeSpec:
@@ -108,5 +155,4 @@ def _moe(keys: Keys) -> MoESpec:
         activation=Activation.CLAMPED_SWIGLU,
         router=Router.SOFTMAX,
         bias=True,
-        files=ExpertFiles.INTERLEAVED,
     )

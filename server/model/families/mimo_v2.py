@@ -10,36 +10,38 @@ from server.errors import StartupError
 from server.model.families.keys import Keys, read_dtype
 from server.model.families.names import HF_TOP, TensorNames, hf_layer
 from server.model.families.rope import read_rope
-from server.model.spec import Activation, AttentionSpec, DenseSpec, LayerSpec, ModelSpec, MoESpec, head_scale
+from server.model.spec import (
+    Activation,
+    AttentionSpec,
+    DenseSpec,
+    ExpertFiles,
+    LayerSpec,
+    ModelSpec,
+    MoESpec,
+    head_scale,
+)
 
 SILU = {"silu": Activation.SILU}
 
 _LAYER = "{prefix}layers.{layer}."
 _MTP = "{prefix}mtp.layers.{layer}."
 _SINKS = ("self_attn.attention_sink_bias", "self_attn.sinks")
-
-
-def _qkv(at: str) -> dict[str, tuple[str, ...]]:
-    """Separate tensors in Flash, one in V2.5 and V2.5-Pro; see `server.model.fused_qkv`."""
-    return {part: (f"{at}self_attn.{part}_proj.weight", f"{at}self_attn.qkv_proj.weight") for part in ("q", "k", "v")}
-
-
 HF_NAMES = TensorNames(
     prefixes=("model.",),
     top=HF_TOP,
     layer={
         **hf_layer(_LAYER),
-        **_qkv(_LAYER),
         "sinks": tuple(_LAYER + name for name in _SINKS),
         "router": (f"{_LAYER}mlp.gate.weight",),
         "router_bias": (f"{_LAYER}mlp.gate.e_score_correction_bias",),
         **{
-            f"expert_{part}": (f"{_LAYER}mlp.experts.{{expert}}.{part}_proj.weight",) for part in ("gate", "up", "down")
+            f"expert_{part}{kind}": (f"{_LAYER}mlp.experts.{{expert}}.{part}_proj.weight{ending}",)
+            for part in ("gate", "up", "down")
+            for kind, ending in (("", ""), ("_codes", ""), ("_scales", "_scale"))
         },
     },
     mtp={
         **hf_layer(_MTP),
-        **_qkv(_MTP),
         "sinks": tuple(_MTP + name for name in _SINKS),
         "mlp_norm": (f"{_MTP}pre_mlp_layernorm.weight",),
         "enorm": (f"{_MTP}enorm.weight",),
@@ -82,7 +84,12 @@ def parse_config(keys: Keys, mtp_layers: int, window_keys: int | None) -> ModelS
 
 
 def _refuse_unsupported(keys: Keys) -> None:
-    keys.forbid("attention_projection_layout", "split", "fused_qkv")  # which of them, the tensors' names say
+    layout = keys.text("attention_projection_layout", default="split")
+    if layout != "split":
+        raise StartupError(
+            f"{keys.where}: attention_projection_layout = {layout!r} is not supported yet; "
+            "only checkpoints with separate q_proj, k_proj and v_proj load"
+        )
     keys.forbid("n_group", 1)
     keys.forbid("topk_group", 1)
     keys.forbid("n_shared_experts", 0)
@@ -162,11 +169,29 @@ def _moe(keys: Keys) -> MoESpec:
     active = keys.integer("num_experts_per_tok")
     if active > experts:
         raise keys.wrong("num_experts_per_tok", f"at most {experts}, the number of experts")
+    files = _expert_files(keys)
+    width, hidden = keys.integer("moe_intermediate_size"), keys.integer("hidden_size")
+    if files is ExpertFiles.SPLIT_MXFP4 and (width % 32 or hidden % 32):
+        raise StartupError(
+            f"{keys.where}: hidden_size {hidden} and moe_intermediate_size {width} must be multiples of 32 for mxfp4"
+        )
     return MoESpec(
+        files=files,
         experts=experts,
         active=active,
-        width=keys.integer("moe_intermediate_size"),
+        width=width,
         activation=keys.choice("hidden_act", allowed=SILU),
         normalize=keys.boolean("norm_topk_prob", default=True),
         routed_scale=keys.number("routed_scaling_factor", default=1.0),
     )
+
+
+def _expert_files(keys: Keys) -> ExpertFiles:
+    """store_dtype, found in quantization_config, is for the routed experts; the rest is as without it."""
+    found = [
+        section for section in (keys.section("quantization_config"), keys) if section and section.has("store_dtype")
+    ]
+    for section in found:
+        section.forbid("store_dtype", "mxfp4")
+        section.forbid("mxfp4_block_size", 32)
+    return ExpertFiles.SPLIT_MXFP4 if found else ExpertFiles.SPLIT
