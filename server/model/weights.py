@@ -1,30 +1,48 @@
 """Weights in the shapes that the decoder multiplies by, and their loading.
 
 q, k and v are rows of one matrix, gate and up of another: fewer and larger products. A matrix is allocated once in its
-final dtype and filled part by part from the mapped checkpoint, so there are never two copies of the model in memory.
+final form and filled part by part from the checkpoint, so there are never two copies of the model in memory. fp8
+matrices keep their codes and scales, see `kernels.quantized.BlockScaled`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+import os
+import re
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from kernels.quantized import Matrix
+from kernels.quantized import BlockScaled, Matrix
 from server.errors import StartupError
-from server.model.checkpoint import Checkpoint, find_names
+from server.model.checkpoint import Checkpoint
 from server.model.expert_files import STORED, Stored
 from server.model.families import tensor_names
 from server.model.families.names import TensorNames
+from server.model.fused_qkv import qkv_rows
 from server.model.spec import AttentionSpec, LayerSpec, ModelSpec, MoESpec
+from server.model.stored_rows import SCALE_COLUMNS, Scales, StoredRows, locate, stored_tensors
 
 Progress = Callable[[int], None]
 Pack = Callable[[Matrix], Matrix]
 
-_CHUNK_BYTES = 64 * 2**20
+_CHUNK_BYTES = 16 * 2**20
+"""What is read between two reports of progress, at most."""
+
+_WORKERS = 4
+_IN_FLIGHT_BYTES = 256 * 2**20
+"""Matrices that are read but not packed, unless one alone is larger."""
+
+_MULTIPLIED = ("q", "k", "v", "o", "gate", "up", "down", "head", "eh_proj")
+_JOINED = {"q": "qkv", "k": "qkv", "v": "qkv", "gate": "gate_up", "up": "gate_up"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,12 +131,23 @@ def tensor_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def weight_bytes(spec: ModelSpec, dtype: torch.dtype, *, packed: bool = False) -> int:
+def weight_bytes(
+    spec: ModelSpec, dtype: torch.dtype, *, packed: bool = False, checkpoint: Checkpoint | None = None
+) -> int:
     """Memory that the loaded weights take, computed without reading any. Packed, a head that is tied to the embedding
-    is a matrix of its own."""
+    is a matrix of its own. Without a checkpoint nothing is quantized."""
     total = spec.vocab * spec.hidden * dtype.itemsize if packed and spec.tied_embeddings else 0
-    for name, shape in tensor_shapes(spec).items():
-        total += math.prod(shape) * _stored_dtype(name, dtype).itemsize
+    shapes = tensor_shapes(spec)
+    located = {} if checkpoint is None else locate(spec, shapes, checkpoint, _names(spec, checkpoint))
+    quantized = _quantized(located)
+    for name, shape in shapes.items():
+        if name not in quantized:
+            total += math.prod(shape) * _stored_dtype(name, dtype).itemsize
+            continue
+        total += math.prod(shape)
+        if not re.search(r"\.experts\.[1-9]", name):  # all experts of a layer share one map of rows to scales
+            total += shape[0] * torch.int32.itemsize
+    total += sum(scales.rows * scales.columns * 4 for scales in {_scales(located[name]) for name in quantized})
     for layer in (*spec.layers, *spec.mtp_layers):
         attention = layer.attention
         if attention.qk_norm:
@@ -130,7 +159,7 @@ def weight_bytes(spec: ModelSpec, dtype: torch.dtype, *, packed: bool = False) -
 
 def _layer_shapes(spec: ModelSpec, layer: LayerSpec) -> dict[str, tuple[int, ...]]:
     attention, mlp, hidden = layer.attention, layer.mlp, spec.hidden
-    rows = _qkv_rows(attention)
+    rows = qkv_rows(attention)
     shapes: dict[str, tuple[int, ...]] = {"attention_norm": (hidden,), "mlp_norm": (hidden,)}
     shapes |= {part: (count, hidden) for part, count in rows.items()}
     shapes["o"] = (hidden, attention.heads * attention.value_dim)
@@ -158,14 +187,6 @@ def _layer_shapes(spec: ModelSpec, layer: LayerSpec) -> dict[str, tuple[int, ...
     return shapes
 
 
-def _qkv_rows(attention: AttentionSpec) -> dict[str, int]:
-    return {
-        "q": attention.heads * attention.head_dim,
-        "k": attention.kv_heads * attention.head_dim,
-        "v": attention.kv_heads * attention.value_dim,
-    }
-
-
 def _stored_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
     """Router, its bias and sinks steer a softmax or a choice: fp32. So are norms, which cost little: where 1 is added
     to w, by us or in the file, bf16 would lose w's low bits. Codes and scales of mxfp4 are bytes."""
@@ -186,6 +207,9 @@ def load_weights(
     """Read a whole model. progress is called with the number of checkpoint bytes just read. Every matrix that the
     decoder multiplies by goes through pack as soon as it is complete, see `kernels.interface.Kernels.pack`.
 
+    A few layers at a time are loaded, each in a thread of its own, so one is read while another is packed: pack must
+    bear that. progress is called by one thread at a time.
+
     Raises StartupError that names missing, unused or misshapen tensors, before any weight is read.
     """
     return _Loader(spec, checkpoint, dtype, torch.device(device), progress, pack).load()
@@ -193,8 +217,8 @@ def load_weights(
 
 def checkpoint_bytes(spec: ModelSpec, checkpoint: Checkpoint) -> int:
     """What `load_weights` will report to progress in all."""
-    found = find_names(checkpoint, list(tensor_shapes(spec)), _names(spec, checkpoint))
-    return sum(checkpoint.tensors[name].stored_bytes for name in found.values())
+    located = locate(spec, tensor_shapes(spec), checkpoint, _names(spec, checkpoint))
+    return sum(checkpoint.tensors[name].stored_bytes for name in stored_tensors(located))
 
 
 def _names(spec: ModelSpec, checkpoint: Checkpoint) -> TensorNames:
@@ -219,32 +243,50 @@ class _Loader:
         self.checkpoint = checkpoint
         self.dtype = dtype
         self.device = device
-        self.progress = progress
+        self.report = progress
+        self.reporting = threading.Lock()
         self.pack = pack
         self.shapes = tensor_shapes(spec)
         self.table = _names(spec, checkpoint)
-        self.names = find_names(checkpoint, list(self.shapes), self.table)
-        self._check_shapes()
+        self.located = locate(spec, self.shapes, checkpoint, self.table)
+        self.quantized = _quantized(self.located)
+        self.names = {canonical: stored.tensor for canonical, stored in self.located.items()}
         self._check_bytes()
+        self.in_flight = _Budget(_IN_FLIGHT_BYTES)
 
     def load(self) -> Weights:
         spec = self.spec
+        pool = ThreadPoolExecutor(min(_WORKERS, os.cpu_count() or 1), "twinpane-load")
+        try:
+            ends = pool.submit(self._embedding_and_head)
+            layers = [pool.submit(self._layer, f"layers.{index}", layer) for index, layer in enumerate(spec.layers)]
+            mtp = [pool.submit(self._mtp, f"mtp.{index}", layer) for index, layer in enumerate(spec.mtp_layers)]
+            embedding, head = ends.result()
+            return Weights(
+                embedding=embedding,
+                layers=tuple(layer.result() for layer in layers),
+                final_norm=self._matrix("final_norm"),
+                head=head,
+                mtp=tuple(layer.result() for layer in mtp),
+            )
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+    def progress(self, read_bytes: int) -> None:
+        with self.reporting:
+            self.report(read_bytes)
+
+    def _embedding_and_head(self) -> tuple[Tensor, Matrix]:
         embedding = self._matrix("embedding")
-        return Weights(
-            embedding=embedding,
-            layers=tuple(self._layer(f"layers.{index}", layer) for index, layer in enumerate(spec.layers)),
-            final_norm=self._matrix("final_norm"),
-            head=self.pack(embedding) if spec.tied_embeddings else self._packed("head"),
-            mtp=tuple(
-                MTPWeights(
-                    enorm=self._matrix(f"mtp.{index}.enorm"),
-                    hnorm=self._matrix(f"mtp.{index}.hnorm"),
-                    eh_proj=self._packed(f"mtp.{index}.eh_proj"),
-                    layer=self._layer(f"mtp.{index}", layer),
-                    final_norm=self._matrix(f"mtp.{index}.final_norm"),
-                )
-                for index, layer in enumerate(spec.mtp_layers)
-            ),
+        return embedding, self.pack(embedding) if self.spec.tied_embeddings else self._packed("head")
+
+    def _mtp(self, at: str, layer: LayerSpec) -> MTPWeights:
+        return MTPWeights(
+            enorm=self._matrix(f"{at}.enorm"),
+            hnorm=self._matrix(f"{at}.hnorm"),
+            eh_proj=self._packed(f"{at}.eh_proj"),
+            layer=self._layer(at, layer),
+            final_norm=self._matrix(f"{at}.final_norm"),
         )
 
     def _layer(self, at: str, layer: LayerSpec) -> LayerWeights:
@@ -280,20 +322,14 @@ class _Loader:
         )
 
     def _moe(self, at: str, moe: MoESpec) -> MoEWeights:
-        hidden, width = self.spec.hidden, moe.width
         if moe.files in STORED:
             return self._moe_stored(at, moe, STORED[moe.files])
-        gate_up = torch.empty(moe.experts, 2 * width, hidden, dtype=self.dtype, device=self.device)
-        down = torch.empty(moe.experts, hidden, width, dtype=self.dtype, device=self.device)
-        for expert in range(moe.experts):
-            self._fill(gate_up[expert, :width], f"{at}.experts.{expert}.gate")
-            self._fill(gate_up[expert, width:], f"{at}.experts.{expert}.up")
-            self._fill(down[expert], f"{at}.experts.{expert}.down")
+        experts = [f"{at}.experts.{expert}" for expert in range(moe.experts)]
         return MoEWeights(
             router=self._matrix(f"{at}.router"),
             router_bias=self._matrix(f"{at}.router_bias"),
-            gate_up=gate_up,
-            down=down,
+            gate_up=self._packed_stack([(f"{expert}.gate", f"{expert}.up") for expert in experts]),
+            down=self._packed_stack([(f"{expert}.down",) for expert in experts]),
         )
 
     def _check_bytes(self) -> None:
@@ -310,52 +346,107 @@ class _Loader:
             self.progress(info.stored_bytes // (1 if entry is None else info.shape[0]))
             return stored
 
-        experts = files.load(moe, self.spec.hidden, read, self.dtype, self.device)
-        return MoEWeights(
-            router=self._matrix(f"{at}.router"),
-            router_bias=self._matrix(f"{at}.router_bias"),
-            gate_up=self.pack(experts.gate_up),
-            gate_up_bias=experts.gate_up_bias,
-            down=self.pack(experts.down),
-            down_bias=experts.down_bias,
-        )
+        sizes = [
+            math.prod(shape) * _stored_dtype(part, self.dtype).itemsize
+            for part, shape in files.shapes(moe, self.spec.hidden).items()
+        ]
+        with self.in_flight.take(sum(sizes)):
+            experts = files.load(moe, self.spec.hidden, read, self.dtype, self.device)
+            return MoEWeights(
+                router=self._matrix(f"{at}.router"),
+                router_bias=self._matrix(f"{at}.router_bias"),
+                gate_up=self.pack(experts.gate_up),
+                gate_up_bias=experts.gate_up_bias,
+                down=self.pack(experts.down),
+                down_bias=experts.down_bias,
+            )
 
     def _packed(self, *parts: str) -> Matrix:
         """A matrix to multiply by. Packing holds this one matrix twice for a moment."""
-        return self.pack(self._matrix(*parts))
+        with self.in_flight.take(self._bytes(parts)):
+            return self.pack(self._stack([parts])[0])
+
+    def _packed_stack(self, groups: list[tuple[str, ...]]) -> Matrix:
+        with self.in_flight.take(len(groups) * self._bytes(groups[0])):
+            return self.pack(self._stack(groups))
+
+    def _bytes(self, parts: Collection[str]) -> int:
+        itemsize = 1 if next(iter(parts)) in self.quantized else self.dtype.itemsize
+        return sum(math.prod(self.shapes[part]) for part in parts) * itemsize
+
+    def _stack(self, groups: list[tuple[str, ...]]) -> Matrix:
+        """[groups, rows, columns]: the parts of a group joined along their rows. All groups have the same shapes."""
+        rows = sum(self.shapes[part][0] for part in groups[0])
+        columns = self.shapes[groups[0][0]][1]
+        is_quantized = groups[0][0] in self.quantized
+        dtype = torch.float8_e4m3fn if is_quantized else self.dtype
+        values = torch.empty(len(groups), rows, columns, dtype=dtype, device=self.device)
+        for group, parts in enumerate(groups):
+            self._fill_rows(values[group], parts)
+        return self._scaled(values, groups) if is_quantized else values
+
+    def _scaled(self, codes: Tensor, groups: list[tuple[str, ...]]) -> BlockScaled:
+        """The scales of `_stack`. Parts of one tensor share its scales; different ones lie one below the other."""
+        layouts = [{s.tensor: s for s in map(self._scales, parts)} for parts in groups]
+        offsets, scale_rows = {}, 0
+        for name, scales in layouts[0].items():
+            offsets[name] = scale_rows
+            scale_rows += scales.rows
+        values = torch.empty(len(groups), scale_rows, -(-codes.shape[-1] // SCALE_COLUMNS), device=self.device)
+        for group, layout in enumerate(layouts):
+            start = 0
+            for scales in layout.values():
+                self.checkpoint.read_into(values[group, start : start + scales.rows], scales.tensor)
+                self.progress(self.checkpoint.tensors[scales.tensor].stored_bytes)
+                start += scales.rows
+        maps = [_row_scale(self.located[part]) + offsets[self._scales(part).tensor] for part in groups[0]]
+        return BlockScaled(codes=codes, scales=values, row_scale=torch.cat(maps).to(self.device))
+
+    def _scales(self, part: str) -> Scales:
+        return _scales(self.located[part])
 
     def _matrix(self, *parts: str) -> Tensor:
-        """One tensor, or several joined along their rows."""
+        """One plain tensor, or several joined along their rows."""
         rows = sum(self.shapes[part][0] for part in parts)
         dtype = _stored_dtype(parts[0], self.dtype)
         joined = torch.empty(rows, *self.shapes[parts[0]][1:], dtype=dtype, device=self.device)
+        self._fill_rows(joined, parts)
+        return joined
+
+    def _fill_rows(self, target: Tensor, parts: Collection[str]) -> None:
         start = 0
         for part in parts:
             stop = start + self.shapes[part][0]
-            self._fill(joined[start:stop], part)
+            self._fill(target[start:stop], part)
             start = stop
-        return joined
 
     def _fill(self, target: Tensor, canonical: str) -> None:
         """Copy a checkpoint tensor into place, a bounded number of rows at a time."""
-        name = self.names[canonical]
-        stored_bytes = self.checkpoint.tensors[name].stored_bytes
-        rows = target.shape[0]
-        row_bytes = max(1, math.prod(target.shape[1:]) * 4)
-        step = max(1, _CHUNK_BYTES // row_bytes)
-        if step >= rows:
-            target.copy_(self.checkpoint.read(name))
-            self.progress(stored_bytes)
-        else:
-            for start in range(0, rows, step):
-                stop = min(rows, start + step)
-                target[start:stop].copy_(self.checkpoint.read(name, start, stop))
-                self.progress(stored_bytes * stop // rows - stored_bytes * start // rows)
+        stored = self.located[canonical]
+        info = self.checkpoint.tensors[stored.tensor]
+        row_bytes = info.stored_bytes // info.shape[0]
+        step = max(1, _CHUNK_BYTES // max(1, row_bytes))
+        copy = self.checkpoint.read_into
+        if stored.scales is not None and target.dtype is not torch.float8_e4m3fn:
+            copy = partial(self._dequantize_into, stored.scales, self.checkpoint.read(stored.scales.tensor).float())
+            self.progress(self.checkpoint.tensors[stored.scales.tensor].stored_bytes)
+        for ours, (first, last) in stored.pieces(0, target.shape[0]):
+            for start in range(first, last, step):
+                stop = min(last, start + step)
+                copy(target[ours + start - first : ours + stop - first], stored.tensor, start)
+                self.progress((stop - start) * row_bytes)
         part = canonical.rsplit(".", 1)[-1]
         if self.table.rope_interleaved and part in ("q", "k", "q_bias", "k_bias"):
             self._to_half_split(target, canonical)
         if self.spec.norm_offset and part.endswith("norm"):
             target += self.spec.norm_offset
+
+    def _dequantize_into(self, scales: Scales, values: Tensor, target: Tensor, name: str, start: int) -> None:
+        """fp8 that cannot stay: the embedding, or a part of a matrix whose other parts are plain."""
+        rows = torch.arange(start, start + target.shape[0])
+        codes = self.checkpoint.read(name, start, start + target.shape[0])
+        matrix = BlockScaled(codes=codes, scales=values, row_scale=scales.row(rows).int())
+        target.copy_(matrix.dequantize(target.dtype))
 
     def _to_half_split(self, target: Tensor, canonical: str) -> None:
         """Rows of each head are stored as rotary pairs (0, 1), (2, 3) ...; we pair i with i + D / 2."""
@@ -365,8 +456,44 @@ class _Loader:
         paired = target.reshape(-1, head_dim // 2, 2, *target.shape[1:])
         target.copy_(paired.transpose(1, 2).reshape(target.shape))
 
-    def _check_shapes(self) -> None:
-        for canonical, name in self.names.items():
-            expected, found = self.shapes[canonical], self.checkpoint.tensors[name].shape
-            if expected != found:
-                raise StartupError(f"tensor {name} has shape {list(found)}, expected {list(expected)}")
+
+class _Budget:
+    """Bytes that threads may hold at once. Whoever asks for more than all of them waits until he is alone."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        self.limit_bytes = limit_bytes
+        self.taken_bytes = 0
+        self.changed = threading.Condition()
+
+    @contextmanager
+    def take(self, count: int) -> Iterator[None]:
+        with self.changed:
+            self.changed.wait_for(lambda: self.taken_bytes == 0 or self.taken_bytes + count <= self.limit_bytes)
+            self.taken_bytes += count
+        try:
+            yield
+        finally:
+            with self.changed:
+                self.taken_bytes -= count
+                self.changed.notify_all()
+
+
+def _quantized(located: Mapping[str, StoredRows]) -> set[str]:
+    """Canonical names of what stays in codes: matrices to multiply by, all of whose parts and experts are fp8."""
+    groups = defaultdict(list)
+    for name in located:
+        at, _, part = name.rpartition(".")
+        if part in _MULTIPLIED:
+            groups[re.sub(r"experts\.\d+$", "experts", at), _JOINED.get(part, part)].append(name)
+    return {name for names in groups.values() if all(located[n].scales is not None for n in names) for name in names}
+
+
+def _scales(stored: StoredRows) -> Scales:
+    assert stored.scales is not None
+    return stored.scales
+
+
+def _row_scale(stored: StoredRows) -> Tensor:
+    """int32 [rows]: which row of its tensor's scales each row has."""
+    rows = torch.cat([torch.arange(first, last) for first, last in stored.spans])
+    return _scales(stored).row(rows).int()

@@ -77,13 +77,30 @@ def _unsupported(what: str, supported: Iterable[str]) -> StartupError:
     return StartupError(f"{what} is not supported; supported are {', '.join(sorted(supported))}")
 
 
+def _check_block_fp8(quantization: Keys) -> None:
+    """fp8 with a scale for 128 x 128 values. Which tensors have it, they say themselves: ignored_layers is not needed.
+
+    activation_scheme dynamic: activations may be quantized as they come, which we do not do.
+    """
+    quantization.forbid("fmt", "e4m3")
+    quantization.forbid("activation_scheme", "dynamic")
+    size = quantization.values.get("weight_block_size")
+    if size != [128, 128]:
+        raise StartupError(
+            f"{quantization.where}: weight_block_size is {str(size)[:80]}, only [128, 128] is supported; "
+            "fp8 with one scale for a tensor or a channel is not"
+        )
+
+
 def _refuse_quantization(keys: Keys, family: str) -> None:
     quantization = keys.section("quantization_config")
-    if quantization is not None:
+    if quantization is not None and quantization.text("quant_method", default="unknown") == "fp8":
+        _check_block_fp8(quantization)
+    elif quantization is not None:
         method = quantization.text("quant_method", "store_dtype", default="unknown")
         raise StartupError(
             f"{keys.where}: quantization_config with quant_method {method!r} is not supported yet; "
-            "use a bf16, fp16 or fp32 checkpoint or a GGUF file"
+            "use an fp8 checkpoint in blocks of 128 x 128, a bf16, fp16 or fp32 one, or a GGUF file"
         )
     if family != "mimo_v2":
         for section in (keys, quantization or keys):

@@ -26,11 +26,19 @@ SILU = {"silu": Activation.SILU}
 _LAYER = "{prefix}layers.{layer}."
 _MTP = "{prefix}mtp.layers.{layer}."
 _SINKS = ("self_attn.attention_sink_bias", "self_attn.sinks")
+
+
+def _qkv(at: str) -> dict[str, tuple[str, ...]]:
+    """Separate tensors in Flash, one in V2.5 and V2.5-Pro; see `server.model.fused_qkv`."""
+    return {part: (f"{at}self_attn.{part}_proj.weight", f"{at}self_attn.qkv_proj.weight") for part in ("q", "k", "v")}
+
+
 HF_NAMES = TensorNames(
     prefixes=("model.",),
     top=HF_TOP,
     layer={
         **hf_layer(_LAYER),
+        **_qkv(_LAYER),
         "sinks": tuple(_LAYER + name for name in _SINKS),
         "router": (f"{_LAYER}mlp.gate.weight",),
         "router_bias": (f"{_LAYER}mlp.gate.e_score_correction_bias",),
@@ -42,6 +50,7 @@ HF_NAMES = TensorNames(
     },
     mtp={
         **hf_layer(_MTP),
+        **_qkv(_MTP),
         "sinks": tuple(_MTP + name for name in _SINKS),
         "mlp_norm": (f"{_MTP}pre_mlp_layernorm.weight",),
         "enorm": (f"{_MTP}enorm.weight",),
@@ -84,12 +93,7 @@ def parse_config(keys: Keys, mtp_layers: int, window_keys: int | None) -> ModelS
 
 
 def _refuse_unsupported(keys: Keys) -> None:
-    layout = keys.text("attention_projection_layout", default="split")
-    if layout != "split":
-        raise StartupError(
-            f"{keys.where}: attention_projection_layout = {layout!r} is not supported yet; "
-            "only checkpoints with separate q_proj, k_proj and v_proj load"
-        )
+    keys.forbid("attention_projection_layout", "split", "fused_qkv")  # which of them, the tensors' names say
     keys.forbid("n_group", 1)
     keys.forbid("topk_group", 1)
     keys.forbid("n_shared_experts", 0)
