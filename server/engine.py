@@ -1,26 +1,32 @@
-"""The loop: plan on the event loop, run on the device thread, commit on the event loop."""
+"""The loop: plan on the event loop, run on the device thread, commit on the event loop; the next step is planned while
+one runs."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import time
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from server.errors import BadRequest, EngineFailed, TwinpaneError, Unavailable
 from server.metrics import RequestFacts, StepFacts
 from server.request import EngineHealth, EngineLimits, EngineState, GenerationRequest, RequestId
+from server.scheduler.pace import Pace
 from server.scheduler.scheduler import Scheduler
 from server.step import RowPlan, RowResult, StepPlan, StepResult
 
 log = logging.getLogger("twinpane.engine")
 
+STEPS_IN_FLIGHT = 2
+"""One on the device, and the next one handed over before it ends."""
+
 
 class Runner(Protocol):
-    """The device. Both methods block and are called on one thread only."""
+    """The device. Both methods block and are called on one thread only, steps in the order of their plans."""
 
     def run(self, plan: StepPlan) -> StepResult:
         """Do a step. May be called again for a part of the same plan after it raised."""
@@ -37,10 +43,31 @@ class MetricsSink(Protocol):
     def request_ended(self, facts: RequestFacts) -> None: ...
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Ran:
+    """What came of a step, and when, on the clock of time.perf_counter. broken: nothing in it could be run."""
+
+    result: StepResult
+    broken: bool
+    started_s: float
+    ended_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _InFlight:
+    """A step that was handed to the device. delayed: it could have been handed over earlier."""
+
+    plan: StepPlan
+    done: asyncio.Future[_Ran]
+    handed_s: float
+    delayed: bool
+
+
 class InferenceEngine:
     """Implements server.request.Engine. Owner of the loop task and of the device thread.
 
-    The scheduler is touched on the event loop only; while a step is on the device, submits and cancels go on.
+    The scheduler is touched on the event loop only; while steps are in flight, submits and cancels go on. With
+    steps_in_flight 1 each step is planned when the one before it is committed, with 2 shortly before it ends.
     """
 
     def __init__(
@@ -51,7 +78,9 @@ class InferenceEngine:
         vocab_size: int,
         metrics: MetricsSink,
         clock: Callable[[], float] = time.monotonic,
+        steps_in_flight: int = STEPS_IN_FLIGHT,
     ) -> None:
+        assert steps_in_flight in (1, 2), steps_in_flight
         self._scheduler = make_scheduler(self._on_end)
         self._runner = runner
         self._metrics = metrics
@@ -59,6 +88,10 @@ class InferenceEngine:
         self._limits = EngineLimits(context_tokens=self._scheduler.context_tokens, vocab_size=vocab_size)
         self._state = EngineState.LOADING
         self._device = ThreadPoolExecutor(max_workers=1, thread_name_prefix="device")
+        self._steps_in_flight = steps_in_flight
+        self._in_flight: deque[_InFlight] = deque()
+        self._pace = Pace()
+        self._device_free_s = 0.0  # when the last step that was taken back ended
         self._work = asyncio.Event()
         self._empty = asyncio.Event()
         self._empty.set()
@@ -123,15 +156,15 @@ class InferenceEngine:
         self._task = asyncio.create_task(self._run(), name="engine")
 
     async def stop(self, limit_s: float = 10.0) -> bool:
-        """End the loop after the step that is on the device; what is still accepted fails.
+        """End the loop after the steps that are in flight; what is still accepted fails.
 
-        False if that step does not end within limit_s: its thread hangs, and only ending the process can stop it.
+        False if they do not end within limit_s: the thread hangs, and only ending the process can stop it.
         """
         if self._state is not EngineState.FAILED:
             self._state = EngineState.STOPPED
         self._work.set()
         gone = Unavailable("The server is shutting down.", code="server_draining")
-        if self._task is not None and not (await asyncio.wait({self._task}, timeout=limit_s))[0]:
+        if not (await self._over_within(limit_s)):
             log.error("event=step_hangs limit_s=%g", limit_s)
             self._scheduler.abandon(gone, self._clock())
             return False
@@ -143,12 +176,24 @@ class InferenceEngine:
         """Return when the engine has failed for good: the server should end, so that it can be started anew."""
         await self._over.wait()
 
+    async def _over_within(self, limit_s: float) -> bool:
+        """Whether the loop and the device come to rest. The loop takes back what is in flight unless it has failed."""
+        if self._task is None:
+            return True
+        deadline_s = time.monotonic() + limit_s
+        if not (await asyncio.wait({self._task}, timeout=limit_s))[0]:
+            return False
+        left = {step.done for step in self._in_flight}
+        return not left or not (await asyncio.wait(left, timeout=max(0.0, deadline_s - time.monotonic())))[1]
+
     async def _run(self) -> None:
         try:
-            while self._state in (EngineState.READY, EngineState.DRAINING):
+            while self._goes_on:
                 if not await self._step():
                     self._work.clear()
                     await self._work.wait()
+            while self._in_flight:
+                await self._take_back()
         except BaseException as error:
             log.exception("event=engine_failed")
             self._state = EngineState.FAILED
@@ -158,50 +203,65 @@ class InferenceEngine:
             if not isinstance(error, Exception):
                 raise
 
+    @property
+    def _goes_on(self) -> bool:
+        return self._state in (EngineState.READY, EngineState.DRAINING)
+
     async def _step(self) -> bool:
-        """One step; False when there was nothing to run."""
-        plan = self._scheduler.plan(self._clock())
-        if plan is None:
+        """Keep the device busy and take back one step; False when there was nothing to run."""
+        if not self._in_flight and not self._hand_over():
             if not self._scheduler.idle:
                 log.error("event=stuck scheduler=%r", self._scheduler)
                 self.fail_all(EngineFailed("nothing that was accepted can run"))
             return False
-        loop = asyncio.get_running_loop()
-        result, broken = await loop.run_in_executor(self._device, self._run_on_device, plan)
-        facts = self._scheduler.commit(plan, result, self._clock())
-        self._last_progress_s = self._clock()
-        self._metrics.step(facts)
-        self._note_if_empty()
-        if broken:  # the requests or the device? one client's requests must not end the server
-            await loop.run_in_executor(self._device, self._runner.check)
+        if len(self._in_flight) < self._steps_in_flight:
+            delayed = await self._until_late()
+            if self._goes_on:
+                self._hand_over(delayed=delayed)
+        await self._take_back()
         return True
 
-    def _run_on_device(self, plan: StepPlan) -> tuple[StepResult, bool]:
-        """Run a plan; if it raises, run its rows one by one, so that only the row at fault fails. Also says whether
-        nothing in it could be run.
+    async def _until_late(self) -> bool:
+        """Wait while whoever arrives can still join the next step and the device need not wait for it. False if that
+        moment was already over."""
+        step = self._in_flight[0]
+        started_s = max(step.handed_s, self._device_free_s)
+        left_s = started_s + self._pace.delay_s(step.plan.token_count) - time.perf_counter()
+        if left_s <= 0:
+            return False
+        await asyncio.wait({step.done}, timeout=left_s)
+        return True
 
-        Rows write their own pages only and the same values each time, so running a row again is harmless. The moves
-        were made by the first try.
-        """
-        started = time.perf_counter()
-        try:
-            return self._runner.run(plan), False
-        except Exception as error:
-            log.exception("event=step_failed step=%d rows=%d", plan.step_id, len(plan.rows))
-            if len(plan.rows) == 1:
-                tried = [(RowResult(failure=_cause(error)), True)]
-            else:
-                tried = [self._run_row(_alone(plan, row)) for row in plan.rows]
-            rows = tuple(result for result, _ in tried)
-            result = StepResult(step_id=plan.step_id, rows=rows, device_s=time.perf_counter() - started)
-            return result, all(raised for _, raised in tried)
+    def _hand_over(self, *, delayed: bool = False) -> bool:
+        """Plan a step and hand it to the device thread; False if there is none to plan."""
+        plan = self._scheduler.plan(self._clock())
+        if plan is None:
+            return False
+        done = asyncio.get_running_loop().run_in_executor(self._device, self._run_on_device, plan)
+        self._in_flight.append(_InFlight(plan=plan, done=done, handed_s=time.perf_counter(), delayed=delayed))
+        return True
 
-    def _run_row(self, plan: StepPlan) -> tuple[RowResult, bool]:
-        try:
-            return self._runner.run(plan).rows[0], False
-        except Exception as error:
-            log.exception("event=row_failed step=%d", plan.step_id)
-            return RowResult(failure=_cause(error)), True
+    async def _take_back(self) -> None:
+        """Wait for the oldest step in flight and commit it."""
+        step = self._in_flight[0]
+        ran = await step.done
+        self._in_flight.popleft()
+        facts = self._scheduler.commit(step.plan, ran.result, self._clock())
+        self._last_progress_s = self._clock()
+        self._device_free_s = ran.ended_s
+        self._pace.note_step(step.plan.token_count, ran.ended_s - ran.started_s)
+        if self._in_flight:
+            behind = self._in_flight[0]
+            self._pace.note_hand_over(slack_s=ran.ended_s - behind.handed_s, delayed=behind.delayed)
+        self._metrics.step(facts)
+        self._note_if_empty()
+        if ran.broken:  # the requests or the device? one client's requests must not end the server
+            await asyncio.get_running_loop().run_in_executor(self._device, self._runner.check)
+
+    def _run_on_device(self, plan: StepPlan) -> _Ran:
+        started_s = time.perf_counter()
+        result, broken = run_isolated(self._runner, plan)
+        return _Ran(result=result, broken=broken, started_s=started_s, ended_s=time.perf_counter())
 
     def _on_end(self, request_id: RequestId, facts: RequestFacts) -> None:
         log.info(
@@ -217,6 +277,35 @@ class InferenceEngine:
     def _note_if_empty(self) -> None:
         if self._scheduler.idle:
             self._empty.set()
+
+
+def run_isolated(runner: Runner, plan: StepPlan) -> tuple[StepResult, bool]:
+    """Run a plan; if it raises, run its rows one by one, so that only the row at fault fails. Also says whether nothing
+    in it could be run.
+
+    Rows write their own pages only and the same values each time, so running a row again is harmless. The moves were
+    made by the first try.
+    """
+    started_s = time.perf_counter()
+    try:
+        return runner.run(plan), False
+    except Exception as error:
+        log.exception("event=step_failed step=%d rows=%d", plan.step_id, len(plan.rows))
+        if len(plan.rows) == 1:
+            tried = [(RowResult(failure=_cause(error)), True)]
+        else:
+            tried = [_run_row(runner, _alone(plan, row)) for row in plan.rows]
+        rows = tuple(result for result, _ in tried)
+        result = StepResult(step_id=plan.step_id, rows=rows, device_s=time.perf_counter() - started_s)
+        return result, all(raised for _, raised in tried)
+
+
+def _run_row(runner: Runner, plan: StepPlan) -> tuple[RowResult, bool]:
+    try:
+        return runner.run(plan).rows[0], False
+    except Exception as error:
+        log.exception("event=row_failed step=%d", plan.step_id)
+        return RowResult(failure=_cause(error)), True
 
 
 def _alone(plan: StepPlan, row: RowPlan) -> StepPlan:

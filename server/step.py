@@ -6,7 +6,7 @@ million-token sequence is not to be resent every step.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import NewType
 
@@ -65,8 +65,11 @@ class SlotOpening:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowPlan:
-    """Compute positions [start, start + len(tokens)) of one sequence; prompt chunk and decode differ only in counts.
+    """Compute positions [start, stop) of one sequence; prompt chunk and decode differ only in counts.
 
+    tokens: the ids at these positions. follows: the last of them is missing there, because a step that was not yet over
+    when this one was planned samples it; the runner puts in what that step sampled in this slot, and a row that follows
+    nothing (its row there failed) fails.
     samples: the row reaches the end of what is known, so its last position yields a token.
     suppress_stop: the token must not be one of the slot's stop ids (fewer than min_tokens so far).
     epoch counts the sequence's admissions: a result of an earlier one is dropped.
@@ -79,10 +82,19 @@ class RowPlan:
     tokens: tuple[int, ...]
     samples: bool
     suppress_stop: bool = False
+    follows: StepId | None = None
+
+    @property
+    def count(self) -> int:
+        return len(self.tokens) + (self.follows is not None)
 
     @property
     def stop(self) -> int:
-        return self.start + len(self.tokens)
+        return self.start + self.count
+
+    def filled(self, token: int) -> RowPlan:
+        """The row with the token that it waited for."""
+        return replace(self, tokens=(*self.tokens, token), follows=None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,7 +109,7 @@ class StepPlan:
 
     @property
     def token_count(self) -> int:
-        return sum(len(row.tokens) for row in self.rows)
+        return sum(row.count for row in self.rows)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,6 +118,10 @@ class RowResult:
 
     token: SampledToken | None = None
     failure: str | None = None
+
+
+FOLLOWS_NOTHING = RowResult(failure="the step before brought no token to go on from")
+"""The result of a row whose token was to come from a row that failed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,13 +8,25 @@ from __future__ import annotations
 
 import zlib
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from server.config import KVLayout
 from server.errors import TwinpaneError
 from server.request import FinishReason, SampledToken, StopRules
-from server.step import PageId, PageKind, RowPlan, RowResult, SlotId, SlotOpening, StepPlan, StepResult
+from server.step import (
+    FOLLOWS_NOTHING,
+    PageId,
+    PageKind,
+    RowPlan,
+    RowResult,
+    SequenceId,
+    SlotId,
+    SlotOpening,
+    StepId,
+    StepPlan,
+    StepResult,
+)
 
 Cell = tuple[int, int, int]  # sequence, position, token
 
@@ -43,6 +55,7 @@ class FakeDevice:
     vocab: int = 97
     fails: Callable[[RowPlan], None] = lambda _row: None
     before_step: Callable[[StepPlan], None] = lambda _plan: None
+    sampled: dict[SlotId, tuple[StepId, int]] = field(default_factory=dict)
     tables: dict[tuple[SlotId, PageKind], dict[int, PageId]] = field(default_factory=lambda: defaultdict(dict))
     openings: dict[SlotId, SlotOpening] = field(default_factory=dict)
     memory: dict[tuple[PageKind, PageId], list[Cell | None]] = field(default_factory=dict)
@@ -64,7 +77,11 @@ class FakeDevice:
             self.openings[opening.slot] = opening
         for row in plan.rows:
             self.fails(row)
-        return StepResult(step_id=plan.step_id, rows=tuple(self._row(row) for row in plan.rows), device_s=0.001)
+        results = tuple(self._row(row) for row in plan.rows)
+        for row, result in zip(plan.rows, results, strict=True):
+            if result.token is not None:
+                self.sampled[row.slot] = (plan.step_id, result.token.token_id)
+        return StepResult(step_id=plan.step_id, rows=results, device_s=0.001)
 
     def check(self) -> None:
         self.checks += 1
@@ -73,6 +90,11 @@ class FakeDevice:
 
     def _row(self, row: RowPlan) -> RowResult:
         assert self.openings[row.slot].sequence == row.sequence, "the slot was not opened for this sequence"
+        if row.follows is not None:
+            step, last = self.sampled.get(row.slot, (None, 0))
+            if step != row.follows:
+                return FOLLOWS_NOTHING
+            row = row.filled(last)
         kinds = [PageKind.FULL, PageKind.WINDOW] if self.layout.has_window else [PageKind.FULL]
         for position, token in enumerate(row.tokens, start=row.start):
             for kind in kinds:
@@ -132,6 +154,50 @@ class FakeDevice:
         begin = page // per_slab * self.layout.slab_bytes + page % per_slab * size
         assert begin + size <= self.layout.slab_bytes * self.layout.slab_count
         return begin, begin + size
+
+
+class PagesInFlight:
+    """Watches over the bytes that handed over and uncommitted steps read and write, from the plans alone: raises when a
+    plan gives any of them to another sequence, or moves pages at all meanwhile.
+
+    A device that does one step after the other would forgive that, and one that copies pages on the side would not.
+    """
+
+    def __init__(self, layout: KVLayout) -> None:
+        self._layout = layout
+        self._tables: dict[tuple[SlotId, PageKind], dict[int, PageId]] = defaultdict(dict)
+        self._steps: dict[StepId, dict[tuple[PageKind, PageId], SequenceId]] = {}
+
+    def hand_over(self, plan: StepPlan) -> None:
+        assert not self._steps or not plan.moves, "pages move while a step is in flight"
+        for write in plan.writes:
+            self._tables[write.slot, write.kind].update(enumerate(write.pages, start=write.first_page))
+        mine = {page: row.sequence for row in plan.rows for page in self._touched(row)}
+        kinds = {self._slab(*page): page[0] for page in mine}
+        for step, theirs in self._steps.items():
+            for page, sequence in theirs.items():
+                assert mine.get(page, sequence) == sequence, f"{page} of {sequence} in step {step} was given away"
+                assert kinds.get(self._slab(*page), page[0]) is page[0], f"the slab of {page} changed kind in {step}"
+        self._steps[plan.step_id] = mine
+
+    def take_back(self, step_id: StepId) -> None:
+        assert next(iter(self._steps)) == step_id, "steps are committed in the order of their plans"
+        del self._steps[step_id]
+
+    def _touched(self, row: RowPlan) -> Iterator[tuple[PageKind, PageId]]:
+        for kind in PageKind:
+            if kind is PageKind.FULL:
+                first = 0
+            elif self._layout.has_window:
+                first = max(0, row.start - self._layout.window_tokens)
+            else:
+                continue
+            for logical in range(first // self._layout.page_tokens, (row.stop - 1) // self._layout.page_tokens + 1):
+                yield kind, self._tables[row.slot, kind][logical]
+
+    def _slab(self, kind: PageKind, page: PageId) -> int:
+        full = kind is PageKind.FULL
+        return page // (self._layout.full_pages_per_slab if full else self._layout.window_pages_per_slab)
 
 
 class CollectedOutput:

@@ -32,8 +32,7 @@ class _Row:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reservation:
-    """The answer to a wish for pages. moves and writes must reach the device even when the wish is not granted:
-    pages may have been moved in vain because others wait for a step to end."""
+    """The answer to a wish for pages, with the moves and table entries that granting it takes."""
 
     granted: bool
     moves: tuple[PageMove, ...] = ()
@@ -58,15 +57,15 @@ class KVCache:
     """Owner of the arena's bookkeeping, on the event-loop thread. Knows ids, never bytes.
 
     A running sequence holds a full page for every `page_tokens` positions, and window pages only where a future query
-    can still look: from position `committed - W` on. Released pages go back at once, or, while a step that may read
-    them is on the device, when that step is committed (quarantine).
+    can still look: from position `committed - W` on. Pages that a step in flight may read or write wait for its commit
+    (quarantine); others go back at once. So no byte that a step in flight touches ever gets another owner.
     """
 
     def __init__(self, layout: KVLayout) -> None:
         self.layout = layout
         self._slabs = SlabAllocator(layout)
         self._rows: dict[SequenceId, _Row] = {}
-        # Steps on the device, oldest first, each with the pages that wait for its commit.
+        # Steps in flight, oldest first, each with the pages that wait for its commit.
         self._quarantine: OrderedDict[StepId, list[tuple[PageKind, PageId]]] = OrderedDict()
 
     def __repr__(self) -> str:
@@ -138,7 +137,10 @@ class KVCache:
         return 0
 
     def reserve(self, sequence: SequenceId, stop: int) -> Reservation:
-        """Make sure that positions [0, stop) have full pages, and window pages where those are not yet released."""
+        """Make sure that positions [0, stop) have full pages, and window pages where those are not yet released.
+
+        Pages are moved only while no step is in flight: their old places would have to wait for it.
+        """
         row = self._rows[sequence]
         first = len(row.full)
         more = self.pages_for(stop) - first
@@ -150,9 +152,9 @@ class KVCache:
         moves: list[PageMove] = []
         writes: list[TableWrite] = []
         while not self._slabs.fits(full=more, window=window_more):
-            if not self._empty_a_slab(moves, writes):
-                assert any(self._quarantine.values()), "what fits when packed can be packed unless pages are pinned"
-                return Reservation(granted=False, moves=tuple(moves), writes=tuple(writes))
+            if self._quarantine:
+                return Reservation(granted=False)
+            self._empty_a_slab(moves, writes)
         row.full += self._allocate(PageKind.FULL, more)
         writes.append(self._write(row, PageKind.FULL, first))
         if window_more:
@@ -161,7 +163,8 @@ class KVCache:
         return Reservation(granted=True, moves=tuple(moves), writes=tuple(writes))
 
     def commit(self, sequence: SequenceId, computed_tokens: int) -> None:
-        """Release the window pages that no query at position computed_tokens or later can see."""
+        """Release the window pages that no query at position computed_tokens or later can see. They go back at once:
+        what is in flight of this sequence begins there."""
         row = self._rows[sequence]
         keep_from = max(0, computed_tokens - self.layout.window_tokens) // self.layout.page_tokens
         dead = min(keep_from - row.window_first, len(row.window))
@@ -170,16 +173,24 @@ class KVCache:
             del row.window[:dead]
             row.window_first += dead
 
-    def close(self, sequence: SequenceId) -> None:
-        """End a sequence, however it ended: everything it holds goes back."""
+    def close(self, sequence: SequenceId, last_step: StepId | None) -> None:
+        """End a sequence, however it ended: everything it holds goes back, after the last step that has a row of it."""
         row = self._rows.pop(sequence)
-        self._release(PageKind.FULL, row.full)
-        self._release(PageKind.WINDOW, row.window)
+        waiting = None if last_step is None else self._quarantine.get(last_step)
+        for kind in PageKind:
+            if waiting is None:
+                self._release(kind, row.pages(kind))
+            else:
+                waiting += ((kind, page) for page in row.pages(kind))
 
-    # --- steps on the device --------------------------------------------------------------------------------------
+    # --- steps in flight ------------------------------------------------------------------------------------------
+
+    @property
+    def steps_in_flight(self) -> int:
+        return len(self._quarantine)
 
     def begin_step(self, step: StepId) -> None:
-        """From now on released pages wait, since this step may still read or write them."""
+        """The step is handed over: pages of its sequences wait for its end."""
         self._quarantine[step] = []
 
     def end_step(self, step: StepId) -> None:
@@ -187,7 +198,7 @@ class KVCache:
         oldest, pages = self._quarantine.popitem(last=False)
         assert oldest == step, f"step {step} ended before step {oldest}"
         for kind, page in pages:
-            self._slabs.release(kind, page)
+            self._release(kind, [page])
 
     def check(self) -> None:
         """Assert that slabs, rows and quarantine account for every page exactly once."""
@@ -215,10 +226,6 @@ class KVCache:
         return pages
 
     def _release(self, kind: PageKind, pages: list[PageId]) -> None:
-        if self._quarantine:
-            newest = next(reversed(self._quarantine))
-            self._quarantine[newest] += ((kind, page) for page in pages)
-            return
         for page in pages:
             self._slabs.release(kind, page)
 
@@ -226,12 +233,11 @@ class KVCache:
         pages = row.pages(kind)[first - row.first(kind) :]
         return TableWrite(slot=row.slot, kind=kind, first_page=first, pages=tuple(pages))
 
-    def _empty_a_slab(self, moves: list[PageMove], writes: list[TableWrite]) -> bool:
-        """Move the pages of one slab into others of its kind, so that it can change kind. False if none can be."""
+    def _empty_a_slab(self, moves: list[PageMove], writes: list[TableWrite]) -> None:
+        """Move the pages of one slab into others of its kind, so that it can change kind. The old pages are free at
+        once: the copies run before the forward pass of the step that may write there."""
         for kind in PageKind:
-            pinned = [page for waiting in self._quarantine.values() for k, page in waiting if k is kind]
-            # The old pages need no quarantine: the copies run before the forward pass of the step that may write there.
-            moved = self._slabs.evacuate(kind, pinned)
+            moved = self._slabs.evacuate(kind)
             if moved is None:
                 continue
             owners = self._owners(kind)
@@ -240,8 +246,8 @@ class KVCache:
                 moves.append(PageMove(kind=kind, source=source, target=target))
                 row.pages(kind)[index - row.first(kind)] = target
                 writes.append(TableWrite(slot=row.slot, kind=kind, first_page=index, pages=(target,)))
-            return True
-        return False
+            return
+        raise AssertionError("what fits when packed can be packed")
 
     def _owners(self, kind: PageKind) -> dict[PageId, tuple[_Row, int]]:
         return {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Collection
 
 from server.config import KVLayout
 from server.step import PageId, PageKind
@@ -122,9 +121,9 @@ class SlabAllocator:
             self._slabs_of[kind] -= 1
             heapq.heappush(self._empty, index)
 
-    def evacuate(self, kind: PageKind, pinned: Collection[PageId]) -> list[tuple[PageId, PageId]] | None:
+    def evacuate(self, kind: PageKind) -> list[tuple[PageId, PageId]] | None:
         """Empty the slab of a kind that is cheapest to empty into the others: (page, its new page) for each of its
-        pages, all of them moved in the books. None if no slab can be emptied; one that holds a pinned page cannot.
+        pages, all of them moved in the books. None if no slab can be emptied.
 
         Looks at every slab, O(slabs): only for when memory is short.
         """
@@ -132,11 +131,10 @@ class SlabAllocator:
         if not per_slab:
             return None
         spare = self._slabs_of[kind] * per_slab - self._used[kind]
-        fixed = {page // per_slab for page in pinned}
         movable = [
             (slab.used, index)
             for index, slab in enumerate(self._slabs)
-            if slab.kind is kind and index not in fixed and slab.used <= spare - len(slab.free)
+            if slab.kind is kind and slab.used <= spare - len(slab.free)
         ]
         if not movable:
             return None

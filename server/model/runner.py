@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 import torch
 
@@ -10,7 +11,7 @@ from server.model.batch import Batch
 from server.model.decoder import Decoder
 from server.model.kv_arena import KVArena
 from server.model.sampler import Sampler
-from server.step import PageKind, RowResult, StepPlan, StepResult
+from server.step import FOLLOWS_NOTHING, PageKind, RowPlan, RowResult, SlotId, StepId, StepPlan, StepResult
 
 
 class ModelRunner:
@@ -26,14 +27,21 @@ class ModelRunner:
         pages = -(-context_tokens // arena.layout.page_tokens)
         self._tables = {kind: torch.zeros(slots, pages, dtype=torch.int32, device=device) for kind in PageKind}
         self._sampler = Sampler(decoder.spec.vocab, device)
+        self._sampled: dict[SlotId, tuple[StepId, int]] = {}  # the last token sampled in each slot, and by which step
         self._device = device
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepResult:
         started = time.perf_counter()
         self._prepare(plan)
-        rows = self._compute(plan) if plan.rows else ()
-        return StepResult(step_id=plan.step_id, rows=rows, device_s=time.perf_counter() - started)
+        rows = {index: filled for index, row in enumerate(plan.rows) if (filled := self._filled(row)) is not None}
+        results = [FOLLOWS_NOTHING] * len(plan.rows)
+        if rows:
+            for index, result in zip(rows, self._compute(list(rows.values())), strict=True):
+                results[index] = result
+                if result.token is not None:
+                    self._sampled[rows[index].slot] = (plan.step_id, result.token.token_id)
+        return StepResult(step_id=plan.step_id, rows=tuple(results), device_s=time.perf_counter() - started)
 
     @torch.inference_mode()
     def check(self) -> None:
@@ -50,21 +58,28 @@ class ModelRunner:
         for opening in plan.opened:
             self._sampler.open(opening)
 
-    def _compute(self, plan: StepPlan) -> tuple[RowResult, ...]:
-        tokens = torch.tensor([token for row in plan.rows for token in row.tokens], device=self._device)
+    def _filled(self, row: RowPlan) -> RowPlan | None:
+        """The row with the token that an earlier step sampled for it; None if that step has none to give."""
+        if row.follows is None:
+            return row
+        step, token = self._sampled.get(row.slot, (None, 0))
+        return row.filled(token) if step == row.follows else None
+
+    def _compute(self, rows: Sequence[RowPlan]) -> list[RowResult]:
+        tokens = torch.tensor([token for row in rows for token in row.tokens], device=self._device)
         batch = Batch(
-            [(row.slot, row.start, len(row.tokens)) for row in plan.rows],
+            [(row.slot, row.start, row.count) for row in rows],
             self._tables[PageKind.FULL],
             self._tables[PageKind.WINDOW],
         )
         hidden = self._decoder.forward(tokens, batch, self._arena)
-        sampling = [index for index, row in enumerate(plan.rows) if row.samples]
-        results = [RowResult()] * len(plan.rows)
+        sampling = [index for index, row in enumerate(rows) if row.samples]
+        results = [RowResult()] * len(rows)
         if sampling:
             last = batch.last_tokens
             logits = self._decoder.logits(hidden[[last[index] for index in sampling]])
             for index, result in zip(
-                sampling, self._sampler.sample(logits, [plan.rows[index] for index in sampling]), strict=True
+                sampling, self._sampler.sample(logits, [rows[index] for index in sampling]), strict=True
             ):
                 results[index] = result
-        return tuple(results)
+        return results

@@ -49,6 +49,7 @@ class _Accepted:
 class _PlanBuilder:
     """A plan while it is made."""
 
+    step_id: StepId
     budget: int
     moves: list[PageMove] = field(default_factory=list)
     writes: list[TableWrite] = field(default_factory=list)
@@ -59,7 +60,12 @@ class _PlanBuilder:
 
 class Scheduler:
     """Owner of every waiting and running sequence, on the event-loop thread. plan() and commit() are plain functions
-    of this state and the clock; between them the plan is on the device.
+    of this state and the clock; between them the step is in flight.
+
+    A step may be planned while others are in flight. It takes it that a token which one of them samples ends nothing
+    that it need not end; what ends all the same leaves a row behind that is dropped when it is committed. Where memory
+    is short, nothing is preempted or moved as long as steps are in flight: plan() lets them end first, so those
+    decisions are made on full knowledge and free their pages at once.
 
     on_end is called once for every request that was accepted, however it ended.
     """
@@ -82,7 +88,8 @@ class Scheduler:
         self._waiting: list[Sequence] = []
         self._free_slots = list(range(config.max_sequences - 1, -1, -1))
         self._sequence_ids = itertools.count()
-        self._step_ids = itertools.count()
+        self._next_step = StepId(0)
+        self._short = False  # a step in flight kept somebody from pages: the next plan waits until none is
         self._preemptions = 0
 
     def __repr__(self) -> str:
@@ -175,18 +182,24 @@ class Scheduler:
     # --- one step -------------------------------------------------------------------------------------------------
 
     def plan(self, now: float) -> StepPlan | None:
-        """The next step: every running sequence in order, then whoever of the queue fits. None if nothing can run."""
-        building = _PlanBuilder(budget=self._config.step_token_budget)
+        """The next step: every running sequence in order, then whoever of the queue fits.
+
+        None if nothing can run, or nothing until a step in flight is committed.
+        """
+        if self._short and self._cache.steps_in_flight:
+            return None
+        self._short = False
+        building = _PlanBuilder(step_id=self._next_step, budget=self._config.step_token_budget)
         for sequence in self._running_order():
-            if sequence.id in self._running and building.budget > 0:
+            if sequence.id in self._running and building.budget > 0 and sequence.pending_tokens > 0:
                 self._plan_row(sequence, building)
         self._admit(building, now)
-        if not building.rows and not building.moves:
+        if not building.rows and not building.moves and not building.opened:
             return None
-        step_id = StepId(next(self._step_ids))
-        self._cache.begin_step(step_id)
+        self._next_step = StepId(self._next_step + 1)
+        self._cache.begin_step(building.step_id)
         return StepPlan(
-            step_id=step_id,
+            step_id=building.step_id,
             moves=tuple(building.moves),
             writes=tuple(building.writes),
             opened=tuple(building.opened),
@@ -244,6 +257,9 @@ class Scheduler:
         slots = [s.slot for s in self._running.values() if s.slot is not None]
         assert sorted([*self._free_slots, *slots]) == list(range(self._config.max_sequences))
         assert all(accepted.live for accepted in self._requests.values())
+        for sequence in self._running.values():
+            assert sequence.computed_tokens <= sequence.planned_tokens
+            assert self._cache.steps_in_flight or sequence.computed_tokens == sequence.planned_tokens
 
     # --- inside ---------------------------------------------------------------------------------------------------
 
@@ -264,34 +280,41 @@ class Scheduler:
     def _plan_row(self, sequence: Sequence, building: _PlanBuilder) -> bool:
         """Give a running sequence its next tokens; preempts others, in the end itself, when memory is dry."""
         assert sequence.slot is not None
-        count = min(sequence.pending_tokens, building.budget, self._chunk_tokens)
-        start, stop = sequence.computed_tokens, sequence.computed_tokens + count
+        known, expected = sequence.known_tokens, sequence.expected_tokens
+        start = sequence.planned_tokens
+        stop = start + min(sequence.pending_tokens, building.budget, self._chunk_tokens)
         while True:
             reservation = self._cache.reserve(sequence.id, stop)
             building.moves += reservation.moves
             building.writes += reservation.writes
             if reservation.granted:
                 break
+            if self._cache.steps_in_flight:
+                self._short = True
+                return False
             victim = self._least_worthy(building.planned)
             if victim is None:
                 return False
             self._preempt(victim)
             if victim is sequence:
                 return False
-        samples = stop == sequence.known_tokens
+        samples = stop == expected
         building.rows.append(
             RowPlan(
                 slot=sequence.slot,
                 sequence=sequence.id,
                 epoch=sequence.epoch,
                 start=start,
-                tokens=sequence.tokens(start, stop),
+                tokens=sequence.tokens(start, min(stop, known)),
                 samples=samples,
-                suppress_stop=samples and len(sequence.output_tokens) < sequence.request.stop.min_tokens,
+                suppress_stop=samples and stop - len(sequence.request.prompt_tokens) < sequence.request.stop.min_tokens,
+                follows=sequence.last_step if stop > known else None,
             )
         )
+        sequence.planned_tokens = stop
+        sequence.last_step = building.step_id
         building.planned.add(sequence.id)
-        building.budget -= count
+        building.budget -= stop - start
         return True
 
     def _admit(self, building: _PlanBuilder, now: float) -> None:
@@ -300,7 +323,7 @@ class Scheduler:
         A sequence is admitted only if everything it knows fits beside what the running ones still need, each with one
         page of growth: starting what must be preempted at once would be work for nothing.
         """
-        while building.budget > 0 and self._free_slots:
+        while building.budget > 0 and self._free_slots and not self._short:
             sequence = self._head()
             if sequence is None:
                 return
@@ -310,7 +333,7 @@ class Scheduler:
             heapq.heappop(self._waiting)
             sequence.slot = SlotId(self._free_slots.pop())
             sequence.epoch += 1
-            sequence.computed_tokens = self._cache.open(sequence.id, sequence.slot)
+            sequence.computed_tokens = sequence.planned_tokens = self._cache.open(sequence.id, sequence.slot)
             self._running[sequence.id] = sequence
             accepted = self._requests[sequence.request.request_id]
             if accepted.started_s is None:
@@ -359,15 +382,16 @@ class Scheduler:
             sequence.choice,
             sequence.computed_tokens,
         )
+        assert not self._cache.steps_in_flight, "what a step in flight brings for it would be lost"
         self._stop_running(sequence)
-        sequence.computed_tokens = 0
+        sequence.computed_tokens = sequence.planned_tokens = 0
         self._enqueue(sequence)
         self._preemptions += 1
 
     def _stop_running(self, sequence: Sequence) -> None:
         assert sequence.slot is not None
         del self._running[sequence.id]
-        self._cache.close(sequence.id)
+        self._cache.close(sequence.id, sequence.last_step)
         self._free_slots.append(sequence.slot)
         sequence.slot = None
 

@@ -5,15 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from server.request import GenerationRequest, OutputStream
-from server.step import SequenceId, SlotId, SlotOpening
+from server.step import SequenceId, SlotId, SlotOpening, StepId
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Sequence:
     """computed_tokens catches up with known_tokens: prompt chunk and decode are the same thing with other counts.
 
-    slot is None while it waits. epoch counts admissions. prompt_tokens_done never falls, not even by a preemption. key
-    orders the queue (see priority.standing_key).
+    computed_tokens counts what committed steps computed, planned_tokens also what steps in flight compute; last_step is
+    the last step that has a row of this sequence. slot is None while it waits. epoch counts admissions.
+    prompt_tokens_done never falls, not even by a preemption. key orders the queue (see priority.standing_key).
     Owner: Scheduler, on the event-loop thread.
     """
 
@@ -24,6 +25,8 @@ class Sequence:
     key: float
     output_tokens: list[int] = field(default_factory=list)
     computed_tokens: int = 0
+    planned_tokens: int = 0
+    last_step: StepId | None = None
     prompt_tokens_done: int = 0
     slot: SlotId | None = None
     epoch: int = 0
@@ -34,8 +37,18 @@ class Sequence:
         return len(self.request.prompt_tokens) + len(self.output_tokens)
 
     @property
+    def expected_tokens(self) -> int:
+        """Known tokens, and those that steps in flight sample: once every known one is planned, each row adds one."""
+        return max(self.known_tokens, self.planned_tokens + 1)
+
+    @property
     def pending_tokens(self) -> int:
-        return self.known_tokens - self.computed_tokens
+        """How many tokens can be planned: none if one that a step in flight samples is certainly the last."""
+        expected = self.expected_tokens
+        last = len(self.request.prompt_tokens) + self.request.stop.max_tokens
+        if expected > self.known_tokens and expected >= last:
+            return 0
+        return expected - self.planned_tokens
 
     @property
     def order(self) -> tuple[float, int]:

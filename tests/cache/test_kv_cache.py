@@ -47,7 +47,7 @@ def test_random_lives_hold_exactly_the_pages_that_a_future_query_can_see(
             steps += 1
             cache.begin_step(step)
             if rng.random() < 0.1:
-                cache.close(sequence)
+                cache.close(sequence, step)
                 del computed[sequence]
                 cache.check()
                 cache.end_step(step)
@@ -56,7 +56,7 @@ def test_random_lives_hold_exactly_the_pages_that_a_future_query_can_see(
                 cache.commit(sequence, stop)
                 computed[sequence] = stop
         elif computed:
-            cache.close(computed.popitem()[0])
+            cache.close(computed.popitem()[0], None)
         cache.check()
         for sequence, done in computed.items():
             full = cache.pages_of(sequence, PageKind.FULL)
@@ -67,23 +67,68 @@ def test_random_lives_hold_exactly_the_pages_that_a_future_query_can_see(
             assert seen <= set(window)
             assert set(window) - seen <= {(done - window_tokens) // page_tokens if done >= window_tokens else 0}
     for sequence in list(computed):
-        cache.close(sequence)
+        cache.close(sequence, None)
     cache.check()
     assert cache.usage(PageKind.FULL) == cache.usage(PageKind.WINDOW) == 0
 
 
-def test_pages_released_while_a_step_runs_are_not_given_out_before_its_end() -> None:
-    cache = KVCache(layout(slabs=2))
-    a, b = SequenceId(1), SequenceId(2)
-    cache.open(a, SlotId(0))
-    assert cache.reserve(a, 12).granted
-    cache.begin_step(StepId(0))
-    cache.close(a)
+def test_pages_wait_for_the_last_step_that_uses_them_and_for_no_later_one() -> None:
+    """Three steps in flight; each sequence has a row in one or two of them."""
+    cache = KVCache(layout(slabs=3, window=0, window_tokens=0))  # fifteen pages of four tokens
+    assert cache.layout.full_pages_per_slab * 3 == 15
+    first, both, last, waiting = (SequenceId(n) for n in range(4))
+    for sequence in (first, both, last):
+        cache.open(sequence, SlotId(sequence))
+        assert cache.reserve(sequence, 20).granted
+    for step in range(3):
+        cache.begin_step(StepId(step))
+    assert cache.steps_in_flight == 3
+    cache.close(both, StepId(1))
+    cache.close(first, StepId(0))
+    cache.close(last, StepId(2))
+    cache.open(waiting, SlotId(3))
+    for step, pages in enumerate([5, 10, 15]):
+        assert not cache.reserve(waiting, 4 * pages - 16).granted, "the step that uses them is in flight"
+        cache.end_step(StepId(step))
+        cache.check()
+        assert cache.reserve(waiting, 4 * pages).granted
+    assert cache.steps_in_flight == 0
+    cache.close(waiting, StepId(2))
     cache.check()
-    cache.open(b, SlotId(1))
-    assert not cache.reserve(b, 4).granted
+    assert cache.usage(PageKind.FULL) == 0, "a step that is over keeps nothing back"
+
+
+def test_window_pages_that_no_step_in_flight_sees_go_back_at_once() -> None:
+    cache = KVCache(layout(slabs=8, page_tokens=4, window_tokens=4))
+    sequence = SequenceId(0)
+    cache.open(sequence, SlotId(0))
+    for step, stop in enumerate([16, 32]):
+        assert cache.reserve(sequence, stop).granted
+        cache.begin_step(StepId(step))
     cache.end_step(StepId(0))
-    assert cache.reserve(b, 4).granted
+    cache.commit(sequence, 16)  # the step in flight begins at 16 and sees from 12 on
+    assert list(cache.pages_of(sequence, PageKind.WINDOW)) == [3, 4, 5, 6, 7]
+    cache.check()
+    assert not cache._quarantine[StepId(1)]
+
+
+def test_pages_are_moved_only_while_no_step_is_in_flight() -> None:
+    cache = KVCache(layout(slabs=4, window_tokens=4))
+    first, second = SequenceId(1), SequenceId(2)
+    for sequence in (first, second):
+        cache.open(sequence, SlotId(sequence))
+        assert cache.reserve(sequence, 12).granted
+    for sequence in (first, second):
+        cache.commit(sequence, 12)
+    for stop in (16, 20, 24, 28):
+        assert cache.reserve(first, stop).granted
+        cache.commit(first, stop)
+    cache.begin_step(StepId(0))
+    refused = cache.reserve(first, 32)
+    assert (refused.granted, refused.moves, refused.writes) == (False, (), ())
+    cache.end_step(StepId(0))
+    granted = cache.reserve(first, 32)
+    assert granted.granted and granted.moves
     cache.check()
 
 

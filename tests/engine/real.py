@@ -41,7 +41,7 @@ def load_gguf(path: Path, dtype: torch.dtype = torch.float32) -> tuple[ModelSpec
 
 
 class RealHouse(House):
-    """The house over the real runner, with `arena_tokens` worth of full pages and as many slabs again for windows."""
+    """The house over the real runner."""
 
     def __init__(self, spec: ModelSpec, weights: Weights, *, page_tokens: int = 4, slabs: int, **config: int) -> None:
         full, window = page_byte_sizes(spec, page_tokens, weights.embedding.dtype)

@@ -10,14 +10,21 @@ import pytest
 
 from server.cache.kv_cache import KVCache
 from server.config import KVLayout, SchedulerConfig
-from server.engine import InferenceEngine
+from server.engine import InferenceEngine, run_isolated
 from server.errors import BadRequest, EngineFailed, Unavailable
 from server.metrics import RequestFacts, StepFacts
-from server.request import EngineState, FinishReason, GenerationRequest, RequestId, SamplingParams, StopRules
-from server.scheduler.scheduler import Scheduler
-from server.step import PageId, PageKind, PageMove, RowPlan, RowResult, StepPlan
+from server.request import (
+    EngineState,
+    FinishReason,
+    GenerationRequest,
+    RequestId,
+    SampledToken,
+    SamplingParams,
+    StopRules,
+)
+from server.step import PageId, PageKind, PageMove, RowPlan, RowResult, StepPlan, StepResult
 from tests.fake_device import CollectedOutput, FakeDevice, text_alone
-from tests.house import assert_nothing_left
+from tests.house import WatchedScheduler, assert_nothing_left
 
 LAYOUT = KVLayout(page_tokens=4, window_tokens=7, full_page_bytes=3, window_page_bytes=5, slab_bytes=15, slab_count=60)
 
@@ -37,15 +44,18 @@ class RecordedMetrics:
 class House:
     """A started engine over the fake device; `async with`."""
 
-    def __init__(self, **config: int) -> None:
+    def __init__(self, *, depth: int = 2, **config: int) -> None:
         self.cache = KVCache(LAYOUT)
         self.device = FakeDevice(layout=LAYOUT)
         self.metrics = RecordedMetrics()
         self.engine = InferenceEngine(
-            lambda on_end: Scheduler(SchedulerConfig(**config), self.cache, context_tokens=10_000, on_end=on_end),
+            lambda on_end: WatchedScheduler(
+                SchedulerConfig(**config), self.cache, context_tokens=10_000, on_end=on_end
+            ),
             self.device,
             vocab_size=97,
             metrics=self.metrics,
+            steps_in_flight=depth,
         )
 
     async def __aenter__(self) -> House:
@@ -55,8 +65,16 @@ class House:
     async def __aexit__(self, *_: object) -> None:
         await self.engine.stop()
 
-    def submit(self, name: str, prompt: tuple[int, ...], *, outputs: int, choices: int = 1) -> list[CollectedOutput]:
-        stop = StopRules(max_tokens=outputs)
+    def submit(
+        self,
+        name: str,
+        prompt: tuple[int, ...],
+        *,
+        outputs: int,
+        choices: int = 1,
+        stop_token_ids: frozenset[int] = frozenset(),
+    ) -> list[CollectedOutput]:
+        stop = StopRules(max_tokens=outputs, stop_token_ids=stop_token_ids)
         collected = [CollectedOutput(stop) for _ in range(choices)]
         self.engine.submit(
             GenerationRequest(
@@ -69,6 +87,11 @@ class House:
             )
         )
         return collected
+
+    @property
+    def scheduler(self) -> WatchedScheduler:
+        assert isinstance(self.engine._scheduler, WatchedScheduler)
+        return self.engine._scheduler
 
     def assert_empty(self) -> None:
         assert_nothing_left(self.engine._scheduler, self.cache)
@@ -86,8 +109,12 @@ def fail_for(token: int):
     return fails
 
 
-async def test_every_accepted_request_gets_the_text_it_gets_alone() -> None:
-    async with House() as house:
+DEPTHS = pytest.mark.parametrize("depth", [1, 2])
+
+
+@DEPTHS
+async def test_every_accepted_request_gets_the_text_it_gets_alone(depth: int) -> None:
+    async with House(depth=depth) as house:
         outputs = {n: house.submit(f"{n}", (n, 2, 3), outputs=10 + n) for n in range(20)}
         await asyncio.wait_for(house.engine.drained(), 10)
         for n, (output,) in outputs.items():
@@ -96,11 +123,13 @@ async def test_every_accepted_request_gets_the_text_it_gets_alone() -> None:
         house.assert_empty()
         assert [facts.outcome for facts in house.metrics.ended] == ["length"] * 20
         assert sum(facts.generated_tokens for facts in house.metrics.steps) == sum(10 + n for n in range(20))
+        assert house.scheduler.most_in_flight == depth
 
 
-async def test_five_hundred_random_cancels_leave_nothing_behind_and_disturb_nobody() -> None:
+@DEPTHS
+async def test_five_hundred_random_cancels_leave_nothing_behind_and_disturb_nobody(depth: int) -> None:
     rng = random.Random(0)
-    async with House(max_sequences=8, step_token_budget=32, prefill_chunk_tokens=8) as house:
+    async with House(depth=depth, max_sequences=8, step_token_budget=32, prefill_chunk_tokens=8) as house:
         (steady,) = house.submit("steady", (1, 2, 3), outputs=150)
         cancelled: list[CollectedOutput] = []
         for number in range(500):
@@ -154,8 +183,9 @@ async def test_the_event_loop_lives_while_the_device_works() -> None:
         await asyncio.wait_for(house.engine.drained(), 5)
 
 
-async def test_a_request_that_breaks_the_step_fails_alone() -> None:
-    async with House() as house:
+@DEPTHS
+async def test_a_request_that_breaks_the_step_fails_alone(depth: int) -> None:
+    async with House(depth=depth) as house:
         house.device.fails = fail_for(42)
         outputs = {n: house.submit(f"{n}", (n, 2, 3), outputs=20)[0] for n in (1, 42, 7)}
         await asyncio.wait_for(house.engine.drained(), 5)
@@ -251,6 +281,7 @@ async def test_a_row_that_is_run_again_alone_gets_its_opening_and_no_page_moves(
         await asyncio.wait_for(house.engine.drained(), 5)
         first, *again = plans[:4]
         assert [len(plan.rows) for plan in plans[:4]] == [3, 1, 1, 1]
+        assert {plan.step_id for plan in plans[:4]} == {first.step_id}
         for row, plan in zip(first.rows, again, strict=True):
             assert plan.rows == (row,)
             assert [opening.slot for opening in plan.opened] == [row.slot]
@@ -268,13 +299,122 @@ async def test_page_moves_are_made_once_however_often_rows_are_run() -> None:
     unused = PageId(200)
     move = PageMove(kind=PageKind.FULL, source=unused, target=PageId(201))
     house.device.fails = fail_for(42)
-    result, broken = house.engine._run_on_device(replace(plan, moves=(move,)))
+    result, broken = run_isolated(house.device, replace(plan, moves=(move,)))
     assert not broken
     assert [row.failure is None for row in result.rows] == [True, False, True]
     assert house.device.steps == 4
     assert house.device.moves == 1
     house.engine._scheduler.commit(plan, result, 0.1)
     await house.engine.stop()
+
+
+async def test_the_device_goes_from_step_to_step_while_the_loop_is_busy() -> None:
+    """Each token costs the loop half a step, and only with one step in flight the device waits for that."""
+    idle_shares = {}
+    for depth in (1, 2):
+        async with House(depth=depth) as house:
+            busy: list[tuple[float, float]] = []
+            run = house.device.run
+
+            def timed(plan: StepPlan, run=run, busy=busy) -> StepResult:  # type: ignore[no-untyped-def]
+                started = time.perf_counter()
+                result = run(plan)
+                time.sleep(0.01)
+                busy.append((started, time.perf_counter()))
+                return result
+
+            house.device.run = timed  # type: ignore[method-assign]
+            (output,) = house.submit("a", (1, 2), outputs=60)
+            push = output.push
+
+            def slow(token: SampledToken, push=push) -> FinishReason | None:  # type: ignore[no-untyped-def]
+                time.sleep(0.005)
+                return push(token)
+
+            output.push = slow  # type: ignore[method-assign]
+            await asyncio.wait_for(house.engine.drained(), 20)
+            worked = sum(ended - started for started, ended in busy)
+            idle_shares[depth] = 1 - worked / (busy[-1][1] - busy[0][0])
+    assert idle_shares[1] > 0.25
+    assert idle_shares[2] < idle_shares[1] / 2
+
+
+async def test_whoever_arrives_while_a_step_runs_joins_the_next_one() -> None:
+    """The next step is planned late, so that nobody waits for one that was planned before it came."""
+    async with House() as house:
+        plans: list[StepPlan] = []
+
+        def step(plan: StepPlan) -> None:
+            plans.append(plan)
+            time.sleep(0.05)
+
+        house.device.before_step = step
+        house.submit("steady", (1, 2), outputs=40)
+        joined_next = 0
+        while len(plans) < 6:
+            await asyncio.sleep(0.005)
+        for number in range(10):
+            seen = len(plans)
+            while len(plans) == seen:
+                await asyncio.sleep(0.001)
+            await asyncio.sleep(0.02)
+            house.submit(f"{number}", (number, 7), outputs=1)
+            while len(plans) == seen + 1:
+                await asyncio.sleep(0.001)
+            joined_next += len(plans[seen + 1].opened) == 1
+        assert joined_next >= 8
+        await asyncio.wait_for(house.engine.drained(), 20)
+        house.assert_empty()
+        assert house.scheduler.most_in_flight == 2
+
+
+async def test_a_step_that_stops_everything_is_followed_by_one_that_delivers_nothing() -> None:
+    async with House() as house:
+        text = text_alone((1, 2), 10, layout=LAYOUT)
+        (output,) = house.submit("a", (1, 2), outputs=50, stop_token_ids=frozenset(text[4:5]))
+        await asyncio.wait_for(house.engine.drained(), 5)
+        assert output.ending is FinishReason.STOP
+        assert output.tokens == text[: text.index(text[4]) + 1]
+        await house.engine.stop()
+        house.assert_empty()
+        assert sum(facts.generated_tokens for facts in house.metrics.steps) == len(output.tokens)
+
+
+async def test_stopping_takes_back_every_step_in_flight() -> None:
+    house = House()
+    await house.engine.start()
+    release = threading.Event()
+    house.device.before_step = lambda _plan: void(release.wait(5))
+    (output,) = house.submit("a", (1, 2), outputs=50)
+    while len(house.engine._in_flight) < 2:
+        await asyncio.sleep(0.001)
+    stopping = asyncio.create_task(house.engine.stop())
+    await asyncio.sleep(0.02)
+    release.set()
+    assert await stopping is True
+    assert isinstance(output.ending, Unavailable)
+    assert len(output.tokens) == 2
+    house.assert_empty()
+
+
+async def test_an_engine_that_failed_waits_for_the_step_it_left_on_the_device() -> None:
+    house = House()
+    await house.engine.start()
+    release = threading.Event()
+    house.device.before_step = lambda plan: void(plan.step_id and release.wait(5))
+    (output,) = house.submit("a", (1, 2), outputs=50)
+    while len(house.engine._in_flight) < 2:
+        await asyncio.sleep(0)
+
+    def broken(*_: object) -> None:
+        raise AssertionError("the books are wrong")
+
+    house.cache.commit = broken  # type: ignore[method-assign,assignment]
+    await asyncio.wait_for(house.engine.failed(), 5)
+    assert isinstance(output.ending, EngineFailed)
+    assert await house.engine.stop(limit_s=0.05) is False, "its thread hangs"
+    release.set()
+    assert await house.engine.stop() is True
 
 
 async def test_a_token_outside_the_vocabulary_is_refused_before_it_meets_others() -> None:
@@ -330,8 +470,9 @@ async def test_health_grows_old_only_while_work_waits_and_nothing_moves() -> Non
         assert house.engine.health().idle_s == 0
 
 
-async def test_stopping_fails_what_is_left() -> None:
-    house = House()
+@DEPTHS
+async def test_stopping_fails_what_is_left(depth: int) -> None:
+    house = House(depth=depth)
     await house.engine.start()
     (output,) = house.submit("a", (1, 2), outputs=house.engine.limits.context_tokens - 2)
     await asyncio.sleep(0.01)

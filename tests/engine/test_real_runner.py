@@ -41,6 +41,9 @@ def random_sampling(rng: random.Random) -> SamplingParams:
     )
 
 
+DEPTHS = pytest.mark.parametrize("depth", [1, 2])
+
+
 def busy_run(house: RealHouse, poison: float | None) -> list[list[object]]:
     """Mixed traffic with a cancel and preemptions; returns everything that came out, floats included."""
     rng = random.Random(1)
@@ -64,9 +67,10 @@ def busy_run(house: RealHouse, poison: float | None) -> list[list[object]]:
     return [[output.ending, *output.sampled] for request_id in ids for output in house.outputs[request_id]]
 
 
-def test_nothing_reads_a_released_page(mimo: tuple[ModelSpec, Weights]) -> None:
+@DEPTHS
+def test_nothing_reads_a_released_page(mimo: tuple[ModelSpec, Weights], depth: int) -> None:
     """Bytes that nobody owns hold one huge value, then another: every bit that comes out is the same."""
-    settings = {"slabs": 16, "max_sequences": 5, "prefill_chunk_tokens": 16, "step_token_budget": 40}
+    settings = {"depth": depth, "slabs": 16, "max_sequences": 5, "prefill_chunk_tokens": 16, "step_token_budget": 40}
     clean = RealHouse(*mimo, **settings)
     expected = busy_run(clean, None)
     assert clean.preemptions > 0, "the test is to walk through preemption"
@@ -126,6 +130,48 @@ def test_preemption_and_page_moves_change_no_text(mimo: tuple[ModelSpec, Weights
     assert moves > 0
     for number in range(len(asks)):
         assert little.texts(RequestId(f"{number}")) == plenty.texts(RequestId(f"{number}"))
+
+
+def test_planning_ahead_changes_no_text(mimo: tuple[ModelSpec, Weights]) -> None:
+    """Sampling, penalties, log-probabilities, stop ids and two choices each, in memory that is short now and then."""
+    rng = random.Random(11)
+    asks = [
+        ([rng.randrange(128) for _ in range(rng.randint(1, 40))], rng.randint(20, 90), random_sampling(rng))
+        for _ in range(14)
+    ]
+
+    def run(depth: int, eager: bool = False) -> RealHouse:
+        house = RealHouse(
+            *mimo, slabs=26, depth=depth, eager=eager, max_sequences=8, prefill_chunk_tokens=8, step_token_budget=32
+        )
+        for number, (prompt, outputs, sampling) in enumerate(asks):
+            stop_ids = frozenset({5, 77}) if number % 2 else frozenset[int]()
+            house.submit(
+                f"{number}",
+                prompt,
+                outputs=outputs,
+                choices=2,
+                sampling=sampling,
+                stop_token_ids=stop_ids,
+                min_tokens=number % 3,
+            )
+            house.step()
+        house.run()
+        house.assert_empty()
+        return house
+
+    plain = run(1)
+    endings = [output.ending for outputs in plain.outputs.values() for output in outputs]
+    assert {FinishReason.STOP, FinishReason.LENGTH} == set(endings)
+    assert plain.preemptions > 0
+    for house in (run(2), run(2, eager=True)):
+        assert house.scheduler.most_in_flight == 2
+        for request_id in plain.outputs:
+            assert house.texts(request_id) == plain.texts(request_id)
+            for mine, theirs in zip(house.outputs[request_id], plain.outputs[request_id], strict=True):
+                assert mine.ending is theirs.ending
+                for a, b in zip(mine.sampled, theirs.sampled, strict=True):
+                    assert a.logprob == pytest.approx(b.logprob, abs=1e-4)
 
 
 def score(

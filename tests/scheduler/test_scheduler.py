@@ -31,10 +31,10 @@ class FakeHouse(House):
 
     device: FakeDevice
 
-    def __init__(self, cut: KVLayout, **settings: int) -> None:
-        super().__init__(cut, FakeDevice(layout=cut), **settings)
+    def __init__(self, cut: KVLayout, *, depth: int = 1, eager: bool = False, **settings: int) -> None:
+        super().__init__(cut, FakeDevice(layout=cut), depth=depth, eager=eager, **settings)
 
-    def submit(self, name: str, prompt: tuple[int, ...], *, seed: int = 0, **settings: int) -> RequestId:  # type: ignore[override]
+    def submit(self, name: str, prompt: tuple[int, ...], *, seed: int = 0, **settings: Any) -> RequestId:  # type: ignore[override]
         return super().submit(name, prompt, sampling=SamplingParams(seed=seed), **settings)
 
     def assert_answers(self, request_id: RequestId, *, seed: int = 0) -> None:
@@ -46,8 +46,9 @@ class FakeHouse(House):
 
 @pytest.mark.parametrize("chunk", [1, 3, 8, 1000])
 @pytest.mark.parametrize("budget", [1, 10, 64])
-def test_any_chunk_and_budget_give_the_text_of_the_plain_definition(chunk: int, budget: int) -> None:
-    house = FakeHouse(layout(), prefill_chunk_tokens=chunk, step_token_budget=budget)
+@pytest.mark.parametrize("depth", [1, 2])
+def test_any_chunk_and_budget_give_the_text_of_the_plain_definition(chunk: int, budget: int, depth: int) -> None:
+    house = FakeHouse(layout(), depth=depth, prefill_chunk_tokens=chunk, step_token_budget=budget)
     a = house.submit("a", tuple(range(30)), outputs=12, seed=5)
     b = house.submit("b", tuple(range(7)), outputs=20, choices=3, seed=6)
     house.run()
@@ -57,9 +58,20 @@ def test_any_chunk_and_budget_give_the_text_of_the_plain_definition(chunk: int, 
     house.assert_empty()
 
 
+PIPELINES = {"one step": (1, False), "two, run late": (2, False), "two, run early": (2, True)}
+
+
+@pytest.fixture(params=PIPELINES.values(), ids=PIPELINES)
+def pipeline(request: pytest.FixtureRequest) -> dict[str, Any]:
+    """How many steps are in flight, and whether the device is ahead of the loop or behind it."""
+    depth, eager = request.param
+    return {"depth": depth, "eager": eager}
+
+
 @pytest.mark.parametrize("seed", range(30))
-def test_random_traffic_in_little_memory_loses_nothing_and_mixes_nothing(seed: int) -> None:
-    """Arrivals, cancels in every phase, preemption and page moves: everyone gets the text it gets alone."""
+def test_random_traffic_in_little_memory_loses_nothing_and_mixes_nothing(seed: int, pipeline: dict[str, Any]) -> None:
+    """Arrivals, cancels in every phase, stops, rows that fail, preemption and page moves: everyone gets the text it
+    gets alone, whether the next step is planned while one runs or not."""
     rng = random.Random(seed)
     cut = layout(
         slabs=rng.choice([6, 9, 14]),
@@ -69,6 +81,7 @@ def test_random_traffic_in_little_memory_loses_nothing_and_mixes_nothing(seed: i
     )
     house = FakeHouse(
         cut,
+        **pipeline,
         max_sequences=rng.choice([1, 3, 8]),
         prefill_chunk_tokens=rng.choice([1, 5, 16]),
         step_token_budget=rng.choice([4, 16, 40]),
@@ -78,6 +91,16 @@ def test_random_traffic_in_little_memory_loses_nothing_and_mixes_nothing(seed: i
         pytest.skip("nothing fits this arena")
     cancelled = set()
     ids: list[RequestId] = []
+    stops: dict[RequestId, frozenset[int]] = {}
+    first_sequence: dict[RequestId, int] = {}
+    choked: dict[int, int] = {}  # sequence -> the position at which the device chokes
+    sequences = 0
+
+    def fails(row: RowPlan) -> None:
+        if row.start <= choked.get(row.sequence, -1) < row.stop:
+            raise RuntimeError("the device choked")
+
+    house.device.fails = fails
 
     def cancel_one() -> None:
         if ids and rng.random() < 0.04:
@@ -91,37 +114,76 @@ def test_random_traffic_in_little_memory_loses_nothing_and_mixes_nothing(seed: i
         prompt = tuple(rng.randrange(97) for _ in range(rng.randint(1, max(1, capacity // rng.choice([2, 4, 8])))))
         outputs = rng.randint(1, max(1, min(30, capacity - len(prompt))))
         if len(prompt) + outputs <= capacity:
-            ids.append(house.submit(f"r{number}", prompt, outputs=outputs, choices=rng.choice([1, 1, 2]), seed=number))
+            choices, stop = rng.choice([1, 1, 2]), frozenset(rng.sample(range(97), rng.choice([0, 0, 12])))
+            if rng.random() < 0.15:
+                choked[sequences] = rng.randrange(len(prompt) + outputs)
+            ids.append(
+                house.submit(
+                    f"r{number}",
+                    prompt,
+                    outputs=outputs,
+                    choices=choices,
+                    stop_token_ids=stop,
+                    seed=number,
+                    min_tokens=rng.choice([0, min(3, outputs)]),
+                )
+            )
+            stops[ids[-1]], first_sequence[ids[-1]] = stop, sequences
+            sequences += choices
         for _ in range(rng.randint(0, 6)):
             cancel_one()
             house.step(between=cancel_one)
     house.run()
     assert set(house.ended) == set(ids)
     for request_id in ids:
-        if request_id in cancelled:
-            assert house.ended[request_id].outcome == "abort"
-            assert all(o.ending in ("cancelled", FinishReason.LENGTH) for o in house.outputs[request_id])
+        prompt, outputs = house.prompts[request_id], house.outputs[request_id]
+        wanted = []
+        for choice, output in enumerate(outputs):
+            alone = text_alone(prompt, output.stop.max_tokens, layout=cut, choice=choice, seed=int(request_id[1:]))
+            wanted.append(until_stop(alone, output.stop))
+        at = choked.get(first_sequence[request_id])
+        failing = at is not None and at < len(prompt) + len(wanted[0]) - 1
+        if request_id in cancelled or failing:
+            assert house.ended[request_id].outcome in ("abort", "error")
+            assert request_id in cancelled or house.ended[request_id].outcome == "error"
+            assert failing or house.ended[request_id].outcome == "abort"
+            assert all(o.tokens == text[: len(o.tokens)] for o, text in zip(outputs, wanted, strict=True))
+            if request_id not in cancelled and at is not None:
+                assert len(outputs[0].tokens) == max(0, at - len(prompt) + 1)
         else:
-            assert house.ended[request_id].outcome == "length"
-            house.assert_answers(request_id, seed=int(request_id[1:]))
+            assert house.ended[request_id].outcome in ("length", "stop")
+            assert house.texts(request_id) == wanted
+            for output, text in zip(outputs, wanted, strict=True):
+                stopped = text[-1] in output.stop.stop_token_ids and len(text) > output.stop.min_tokens
+                assert output.ending is (FinishReason.STOP if stopped else FinishReason.LENGTH)
+    assert house.scheduler.most_in_flight <= house.depth
     house.assert_empty()
 
 
-def test_little_memory_does_preempt_and_move_pages() -> None:
+def until_stop(text: list[int], rules: StopRules) -> list[int]:
+    """The plain definition of where a text ends."""
+    ends = [at + 1 for at, token in enumerate(text) if token in rules.stop_token_ids and at + 1 > rules.min_tokens]
+    return text[: min(ends, default=len(text))]
+
+
+def test_little_memory_does_preempt_and_move_pages(pipeline: dict[str, Any]) -> None:
     """The random test above is only worth something if these paths are walked."""
-    house = FakeHouse(layout(slabs=9, window_tokens=16), prefill_chunk_tokens=8, step_token_budget=32)
+    house = FakeHouse(layout(slabs=9, window_tokens=16), **pipeline, prefill_chunk_tokens=8, step_token_budget=32)
     ids = [house.submit(f"{n}", tuple(range(n, 4 * n + 6)), outputs=50 + 5 * n, seed=n) for n in range(8)]
     house.run()
     for n, request_id in enumerate(ids):
         house.assert_answers(request_id, seed=n)
     assert house.preemptions > 0
     assert house.device.moves > 0
+    assert house.scheduler.most_in_flight == house.depth
 
 
-def test_a_window_model_never_holds_more_window_pages_than_window_plus_chunk() -> None:
+def test_a_window_model_never_holds_more_window_pages_than_window_plus_chunks_in_flight(
+    pipeline: dict[str, Any],
+) -> None:
     cut = layout(slabs=3000, page_tokens=16, window_tokens=31)
-    house = FakeHouse(cut, prefill_chunk_tokens=64, step_token_budget=64)
-    house.submit("long", tuple(n % 97 for n in range(4000)), outputs=1000)
+    house = FakeHouse(cut, **pipeline, prefill_chunk_tokens=64, step_token_budget=64)
+    house.submit("long", tuple(n % 97 for n in range(2000)), outputs=300)
     most_prefill = most_decode = 0
     while house.step():
         held = house.cache.held_pages(PageKind.WINDOW)
@@ -130,9 +192,10 @@ def test_a_window_model_never_holds_more_window_pages_than_window_plus_chunk() -
             most_decode = max(most_decode, held)
         else:
             most_prefill = max(most_prefill, held)
-    # After a commit only W positions can be seen again: they touch at most ceil((W - 1) / page) + 1 pages.
-    assert most_prefill <= 3
-    assert most_decode <= 3
+    # After a commit only W positions can be seen again: they touch at most ceil((W - 1) / page) + 1 pages. With two
+    # steps in flight the other one's chunk, of four pages, or its token is held as well.
+    assert most_prefill <= 3 + 4 * (house.depth - 1)
+    assert most_decode <= 3 + (house.depth - 1)
     house.assert_empty()
 
 
@@ -232,8 +295,8 @@ def test_a_failing_row_ends_its_request_only() -> None:
     house.assert_empty()
 
 
-def test_an_output_that_raises_ends_its_request_only() -> None:
-    house = FakeHouse(layout())
+def test_an_output_that_raises_ends_its_request_only(pipeline: dict[str, Any]) -> None:
+    house = FakeHouse(layout(), **pipeline)
     good = house.submit("good", (1, 2, 3), outputs=9)
     bad = house.submit("bad", (4, 5, 6), outputs=9)
 
@@ -322,9 +385,9 @@ def test_memory_always_comes_to_the_longest_waiting_and_shortage_falls_on_the_la
         house.assert_answers(request_id, seed=int(request_id))
 
 
-def test_admission_leaves_room_for_what_the_running_ones_still_need() -> None:
+def test_admission_leaves_room_for_what_the_running_ones_still_need(pipeline: dict[str, Any]) -> None:
     """The second prompt would fit the pages that are free now, not those that the first one's prompt leaves."""
-    house = FakeHouse(layout(slabs=4, window=0), prefill_chunk_tokens=8, step_token_budget=16)  # twenty pages
+    house = FakeHouse(layout(slabs=4, window=0), **pipeline, prefill_chunk_tokens=8, step_token_budget=16)  # 20 pages
     first = house.submit("first", tuple([1] * 60), outputs=4)  # fifteen pages, two of them in the first step
     house.step()
     second = house.submit("second", tuple([2] * 40), outputs=4)  # ten pages
@@ -385,8 +448,8 @@ def test_a_plan_carries_only_the_page_table_entries_that_changed() -> None:
     assert sorted(written) == [(kind, page) for kind in PageKind for page in range(20)]
 
 
-def test_prompt_tokens_are_counted_once_even_if_a_preemption_computes_them_again() -> None:
-    house = FakeHouse(layout(slabs=9, window_tokens=16), prefill_chunk_tokens=8, step_token_budget=32)
+def test_prompt_tokens_are_counted_once_even_if_a_preemption_computes_them_again(pipeline: dict[str, Any]) -> None:
+    house = FakeHouse(layout(slabs=9, window_tokens=16), **pipeline, prefill_chunk_tokens=8, step_token_budget=32)
     prompts = 0
     for number in range(8):
         house.submit(f"{number}", tuple(range(number, 4 * number + 6)), outputs=50 + 5 * number, seed=number)
@@ -412,8 +475,8 @@ def test_the_facts_of_a_request_tell_when_it_waited_computed_and_answered() -> N
     assert (facts.outcome, facts.prompt_tokens, facts.output_tokens) == ("length", 12, 3)
 
 
-def test_min_tokens_keeps_stop_ids_away_until_there_are_enough() -> None:
-    house = FakeHouse(layout())
+def test_min_tokens_keeps_stop_ids_away_until_there_are_enough(pipeline: dict[str, Any]) -> None:
+    house = FakeHouse(layout(), **pipeline)
     stop = StopRules(max_tokens=6, min_tokens=3)
     output = CollectedOutput(stop)
     house.scheduler.submit(
