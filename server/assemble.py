@@ -17,6 +17,8 @@ from tqdm import tqdm
 
 from kernels.cpu import CpuKernels
 from kernels.interface import Kernels
+from kernels.native.build import BuildError
+from kernels.native.kernels import NativeKernels
 from kernels.reference import ReferenceKernels
 from server.api.app import build_app
 from server.api.context import ApiContext
@@ -35,10 +37,11 @@ from server.model.generation import GenerationConfig, read_generation_config
 from server.model.gguf_file import GGUFFile
 from server.model.json_file import read_json_object
 from server.model.kv_arena import KVArena
+from server.model.native_decoder import NativeDecoder
 from server.model.runner import ModelRunner
 from server.model.source import ModelSource
 from server.model.spec import ModelSpec
-from server.model.weights import checkpoint_bytes, load_weights
+from server.model.weights import Weights, checkpoint_bytes, load_weights
 from server.request import EngineState, SamplingDefaults
 from server.scheduler.scheduler import Scheduler
 from server.text.chat_template import ChatTemplate
@@ -160,8 +163,7 @@ def describe(config: ServeConfig, source: ModelSource) -> Model:
     tokenizer = _tokenizer(wanted, source, metadata, generation)
     if tokenizer.vocab_size > spec.vocab:
         log.warning("event=vocabulary_mismatch tokenizer=%d model=%d", tokenizer.vocab_size, spec.vocab)
-    dtype = _dtype(wanted.dtype, spec, device)
-    kernels = _kernels(device, dtype)
+    kernels, dtype = _backend(config, spec, device)
     memory = plan_memory(
         spec,
         cache=config.cache,
@@ -171,6 +173,9 @@ def describe(config: ServeConfig, source: ModelSource) -> Model:
         device=device,
         available=available_bytes(device),
         packed=isinstance(kernels, CpuKernels),
+        int8=wanted.quantization == "int8",
+        gathers=not isinstance(kernels, NativeKernels),
+        checkpoint=checkpoint,
     )
     checkpoint_bytes(spec, checkpoint)  # names every missing or unused tensor
     return Model(
@@ -225,7 +230,13 @@ def _load(config: ServeConfig, model: Model) -> ModelRunner:
     ) as bar:
         try:
             weights = load_weights(
-                model.spec, model.checkpoint, model.dtype, model.device, bar.update, model.kernels.pack
+                model.spec,
+                model.checkpoint,
+                model.dtype,
+                model.device,
+                bar.update,
+                model.kernels.pack,
+                embeds_from_head=isinstance(model.kernels, NativeKernels),
             )
             arena = KVArena(model.spec, model.memory.layout, model.dtype, model.device)
         except (MemoryError, torch.OutOfMemoryError, RuntimeError) as error:
@@ -237,7 +248,7 @@ def _load(config: ServeConfig, model: Model) -> ModelRunner:
                 "--gpu-memory-utilization"
             ) from error
     return ModelRunner(
-        Decoder(model.spec, weights, model.kernels),
+        _decoder(model, weights),
         arena,
         slots=config.scheduler.max_sequences,
         context_tokens=model.memory.context_tokens,
@@ -313,18 +324,43 @@ def _device(name: str) -> torch.device:
     return torch.device(name)
 
 
-def _kernels(device: torch.device, dtype: torch.dtype) -> Kernels:
-    """The backend, chosen once."""
-    if device.type == "cpu" and dtype is torch.bfloat16 and CpuKernels.available():
-        return CpuKernels()
-    return ReferenceKernels()
+def _decoder(model: Model, weights: Weights) -> Decoder | NativeDecoder:
+    if isinstance(model.kernels, NativeKernels):
+        return NativeDecoder(model.spec, weights, model.kernels)
+    return Decoder(model.spec, weights, model.kernels)
 
 
-def _dtype(name: str, spec: ModelSpec, device: torch.device) -> torch.dtype:
-    """ "auto" is the checkpoint's own, but fp32 on a processor that would only emulate bf16 or fp16."""
-    if name != "auto":
-        return DTYPES[name]
-    dtype = DTYPES[spec.dtype]
-    if device.type == "cpu" and dtype is not torch.float32:
-        return torch.bfloat16 if CpuKernels.available() else torch.float32
-    return dtype
+def _backend(config: ServeConfig, spec: ModelSpec, device: torch.device) -> tuple[Kernels, torch.dtype]:
+    """The kernels and the number format of the weights, chosen once.
+
+    On a processor "auto" is bf16 in the C kernels, whatever 16-bit format the checkpoint has; then oneDNN in torch;
+    then fp32, where torch would only emulate bf16.
+    """
+    wanted, int8 = DTYPES.get(config.model.dtype), config.model.quantization == "int8"
+    if wanted is None and (device.type != "cpu" or spec.dtype == "float32"):
+        wanted = DTYPES[spec.dtype]
+    native: NativeKernels | None = None
+    refusal = f"they compute in bfloat16 on a CPU, not in {config.model.dtype} on {device}"
+    if device.type == "cpu" and wanted in (None, torch.bfloat16) and config.kernels != "torch":
+        try:
+            native = _native(config, int8)
+        except BuildError as error:
+            refusal = str(error)
+            if config.kernels == "auto" and not int8:
+                log.warning("event=native_kernels_missing reason=%r fallback=torch", refusal)
+    if native is not None:
+        return native, torch.bfloat16
+    if int8:
+        raise StartupError(f"--quantization int8 needs the native kernels: {refusal}")
+    if config.kernels == "native":
+        raise StartupError(f"--kernels native: {refusal}")
+    if device.type != "cpu":
+        return ReferenceKernels(), wanted or DTYPES[spec.dtype]
+    if wanted in (None, torch.bfloat16) and CpuKernels.available():
+        return CpuKernels(), torch.bfloat16
+    return ReferenceKernels(), wanted or torch.float32
+
+
+def _native(config: ServeConfig, int8: bool) -> NativeKernels:
+    folder = Path(config.model.cache_folder).expanduser() / "kernels"
+    return NativeKernels(folder, config.threads, int8=int8)

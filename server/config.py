@@ -29,6 +29,7 @@ class ModelConfig:
     revision: str | None = None
     tokenizer: str | None = None
     dtype: str = "auto"
+    quantization: str = "none"
     max_model_tokens: int | None = None
     window_keys: int | None = None
     chat_template: str | None = None
@@ -88,13 +89,15 @@ class HttpConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeConfig:
-    """The tree. device is "cpu", "cuda" or "auto"; threads None leaves torch's own choice."""
+    """The tree. device is "cpu", "cuda" or "auto"; kernels "auto", "native" or "torch"; threads None leaves torch's own
+    choice."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     http: HttpConfig = field(default_factory=HttpConfig)
     device: str = "auto"
+    kernels: str = "auto"
     threads: int | None = None
 
     def __post_init__(self) -> None:
@@ -290,6 +293,14 @@ GROUPS: Mapping[str, tuple[Flag, ...]] = {
             "number format of the weights; auto is the checkpoint's own",
         ),
         flag(
+            "--quantization",
+            "model.quantization",
+            choice("none", "int8"),
+            "int8 rounds plain weights to 8 bits with one scale a row when they are loaded: half the memory and up to "
+            "twice the speed of one answer on a CPU, see docs/quantization.md for what it costs; codes that the "
+            "checkpoint itself holds (fp8, mxfp4) stay as they are",
+        ),
+        flag(
             "--max-model-len --context-length",
             "model.max_model_tokens",
             count("N", least=1, optional=("auto", "-1")),
@@ -409,6 +420,13 @@ GROUPS: Mapping[str, tuple[Flag, ...]] = {
     ),
     "Device": (
         flag("--device", "device", choice("auto", "cpu", "cuda"), "where to run; auto is a GPU if there is one"),
+        flag(
+            "--kernels",
+            "kernels",
+            choice("auto", "native", "torch"),
+            "on a CPU: native is C, compiled for this processor at first start (needs gcc); torch needs nothing; auto "
+            "is native where it can be compiled",
+        ),
         flag("--threads", "threads", count("N", least=1, optional=("auto",)), "CPU threads for the model"),
     ),
 }

@@ -11,6 +11,7 @@ import torch
 from server.cache.kv_cache import KVCache
 from server.config import CacheConfig, KVLayout, SchedulerConfig
 from server.errors import StartupError
+from server.model.checkpoint import Checkpoint
 from server.model.kv_layout import choose_slab_bytes, page_byte_sizes
 from server.model.spec import DenseSpec, ModelSpec
 from server.model.weights import weight_bytes
@@ -92,17 +93,21 @@ def plan_memory(
     device: torch.device,
     available: int,
     packed: bool = False,
+    int8: bool = False,
+    gathers: bool = True,
+    checkpoint: Checkpoint | None = None,
 ) -> MemoryPlan:
-    """Divide `available` bytes. packed: the backend packs its matrices.
+    """Divide `available` bytes. packed, int8: how the backend keeps matrices, see `weight_bytes`. gathers: whether it
+    copies keys and values out of their pages to attend to them.
 
     Raises StartupError with the numbers and the flag that helps if it is too little.
     """
     context = _context_tokens(spec, max_model_tokens)
     full_page, window_page = page_byte_sizes(spec, cache.page_tokens, dtype)
     slab = choose_slab_bytes(full_page, window_page)
-    weights = weight_bytes(spec, dtype, packed=packed)
+    weights = weight_bytes(spec, dtype, packed=packed, int8=int8, checkpoint=checkpoint)
     fixed = _step_bytes(spec, scheduler) + _table_bytes(context, cache, scheduler)
-    gathered = _gather_share(spec, dtype)
+    gathered = _gather_share(spec, dtype) if gathers else 0.0
 
     def layout(slabs: int) -> KVLayout:
         return KVLayout(

@@ -1,4 +1,4 @@
-"""Compile the C sources once per machine: the result is kept under a name made of the sources, compiler and processor."""
+"""Compile the C sources once per machine: the result's name is made of the sources, the compiler and the processor."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ log = logging.getLogger("twinpane.kernels")
 SOURCES = Path(__file__).parent / "csrc"
 FLAGS = (
     "-O3",
+    "-g",
     "-march=native",
     "-fopenmp-simd",
     "-fno-math-errno",

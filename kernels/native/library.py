@@ -1,21 +1,25 @@
-"""The C structs and functions as ctypes sees them. Field for field what csrc/ declares; sizes are checked on loading."""
+"""The C structs and functions as ctypes sees them, field for field what csrc/ declares; sizes are checked."""
 
 from __future__ import annotations
 
 import ctypes
 from ctypes import POINTER, Structure, c_float, c_int, c_int32, c_int64, c_void_p
 from pathlib import Path
-from typing import Any
-
-Fields = list[tuple[str, Any]]
+from typing import Any, ClassVar
 
 
 class Matrix(Structure):
-    _fields_: Fields = [("data", c_void_p), ("scales", c_void_p), ("n", c_int64), ("k", c_int64), ("format", c_int32)]
+    _fields_: ClassVar[list[tuple[str, Any]]] = [
+        ("data", c_void_p),
+        ("scales", c_void_p),
+        ("n", c_int64),
+        ("k", c_int64),
+        ("format", c_int32),
+    ]
 
 
 class Shape(Structure):
-    _fields_: Fields = [
+    _fields_: ClassVar[list[tuple[str, Any]]] = [
         ("heads", c_int32),
         ("kv_heads", c_int32),
         ("dim", c_int32),
@@ -27,7 +31,7 @@ class Shape(Structure):
 
 
 class Pages(Structure):
-    _fields_: Fields = [
+    _fields_: ClassVar[list[tuple[str, Any]]] = [
         ("k", c_void_p),
         ("v", c_void_p),
         ("slab_stride", c_int64),
@@ -38,11 +42,11 @@ class Pages(Structure):
 
 
 class Rope(Structure):
-    _fields_: Fields = [("frequencies", c_void_p), ("dim", c_int32), ("scale", c_float)]
+    _fields_: ClassVar[list[tuple[str, Any]]] = [("frequencies", c_void_p), ("dim", c_int32), ("scale", c_float)]
 
 
 class Layer(Structure):
-    _fields_: Fields = [
+    _fields_: ClassVar[list[tuple[str, Any]]] = [
         ("attention_norm", c_void_p),
         ("attention_post_norm", c_void_p),
         ("mlp_norm", c_void_p),
@@ -79,7 +83,7 @@ class Layer(Structure):
 
 
 class Model(Structure):
-    _fields_: Fields = [
+    _fields_: ClassVar[list[tuple[str, Any]]] = [
         ("hidden", c_int64),
         ("eps", c_float),
         ("embedding_scale", c_float),
@@ -94,7 +98,7 @@ class Model(Structure):
 
 
 class Step(Structure):
-    _fields_: Fields = [
+    _fields_: ClassVar[list[tuple[str, Any]]] = [
         ("tokens", c_int64),
         ("rows", c_int64),
         ("ids", c_void_p),

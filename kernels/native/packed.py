@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kernels.mxfp4 import Mxfp4
 from kernels.native import library
 from kernels.quantized import BLOCK_COLUMNS, BlockScaled, Index, Matrix
 
@@ -27,8 +28,8 @@ class Format(IntEnum):
 class PackedMatrix:
     """A matrix [..., N, K] in panels; a `kernels.quantized.QuantizedMatrix`.
 
-    With P = ceil(N / 32) panels and C = ceil(K / 2) pairs: data [..., P, C, 32] holds a pair of bf16 values as int32, of
-    int8 or fp8 codes as int16, of mxfp4 codes as uint8. scales: int8 fp32 [..., P, 32]; fp8 fp32
+    With P = ceil(N / 32) panels and C = ceil(K / 2) pairs: data [..., P, C, 32] holds a pair of bf16 values as int32,
+    of int8 or fp8 codes as int16, of mxfp4 codes as uint8. scales: int8 fp32 [..., P, 32]; fp8 fp32
     [..., P, ceil(K / 128), 32]; mxfp4 e8m0 uint8 [..., P, K / 32, 32]; bf16 None.
     """
 
@@ -55,14 +56,15 @@ class PackedMatrix:
             codes = pairs.contiguous().view(torch.float8_e4m3fn)
             values = codes.float() * scales[..., : codes.shape[-1]]
         else:
-            raise NotImplementedError(self.format)
+            scales = self.scales.transpose(-1, -2).flatten(-3, -2)  # [..., P * 32, K / 32]
+            return Mxfp4(codes=pairs.contiguous(), scales=scales.contiguous()).dequantize(dtype)[..., :rows, :columns]
         return values[..., :rows, :columns].to(dtype)
 
     def __getitem__(self, index: Index) -> PackedMatrix:
         if not isinstance(index, int) or len(self.shape) != 3:
             raise IndexError("of a packed matrix only whole experts can be chosen")
         return PackedMatrix(
-            shape=self.shape[1:],
+            shape=torch.Size(self.shape[1:]),
             format=self.format,
             data=self.data[index],
             scales=None if self.scales is None else self.scales[index],
@@ -93,6 +95,13 @@ def pack(matrix: Matrix, *, int8: bool = False) -> PackedMatrix:
             data=_pairs(matrix.codes.view(torch.uint8), torch.int16),
             scales=_panels(scales).transpose(-1, -2).contiguous(),
         )
+    if isinstance(matrix, Mxfp4):
+        return PackedMatrix(
+            shape=matrix.shape,
+            format=Format.MXFP4,
+            data=_pairs(matrix.codes, torch.uint8),
+            scales=_panels(matrix.scales).transpose(-1, -2).contiguous(),
+        )
     if not isinstance(matrix, Tensor):
         raise TypeError(type(matrix).__name__)
     if int8:
@@ -105,19 +114,19 @@ def pack(matrix: Matrix, *, int8: bool = False) -> PackedMatrix:
             data=_pairs(codes, torch.int16),
             scales=_panels((largest / INT8_STEPS)[..., None]).squeeze(-1).contiguous(),
         )
-    return PackedMatrix(
-        shape=matrix.shape, format=Format.BF16, data=_pairs(matrix.to(torch.bfloat16), torch.int32)
-    )
+    return PackedMatrix(shape=matrix.shape, format=Format.BF16, data=_pairs(matrix.to(torch.bfloat16), torch.int32))
 
 
 def _panels(rows: Tensor) -> Tensor:
     """[..., N, X] -> [..., P, 32, X], padded with zeros."""
-    return F.pad(rows, (0, 0, 0, -rows.shape[-2] % PANEL)).unflatten(-2, (-1, PANEL))
+    padded = F.pad(rows, (0, 0, 0, -rows.shape[-2] % PANEL))
+    return padded.reshape(*padded.shape[:-2], -1, PANEL, padded.shape[-1])
 
 
 def _pairs(values: Tensor, pair: torch.dtype) -> Tensor:
     """[..., N, K] -> [..., P, C, 32] of pairs."""
-    if values.shape[-1] % 2 or values.shape[-2] % PANEL:
-        values = F.pad(values, (0, values.shape[-1] % 2, 0, -values.shape[-2] % PANEL))
+    odd = values.shape[-1] % (pair.itemsize // values.element_size())
+    if odd or values.shape[-2] % PANEL:
+        values = F.pad(values, (0, odd, 0, -values.shape[-2] % PANEL))
     joined = values.contiguous().view(pair)  # [..., P * 32, C]
-    return joined.unflatten(-2, (-1, PANEL)).transpose(-1, -2).contiguous()
+    return joined.reshape(*joined.shape[:-2], -1, PANEL, joined.shape[-1]).transpose(-1, -2).contiguous()

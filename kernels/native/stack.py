@@ -57,8 +57,8 @@ class StackMoE:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StackLayer:
-    """One layer. Norm weights [M], qk_norm [H + K, D], sinks [H] and biases are fp32. table: which page table of the step
-    its pages are in. rope: which of the stack's ropes."""
+    """One layer. Norm weights [M], qk_norm [H + K, D], sinks [H] and biases are fp32. table: which page table of the
+    step its pages are in. rope: which of the stack's ropes."""
 
     heads: int
     kv_heads: int

@@ -40,6 +40,8 @@ class Decoder:
         self.spec = spec
         self.weights = weights
         self.kernels = kernels
+        assert isinstance(weights.embedding, Tensor)
+        self._embedding = weights.embedding
         self._frequencies = {
             rope: frequencies(rope).to(weights.embedding.device)
             for rope in {layer.attention.rope for layer in spec.layers}
@@ -50,7 +52,7 @@ class Decoder:
     @torch.inference_mode()
     def forward(self, tokens: Tensor, batch: Batch, arena: KVArena) -> Tensor:
         """tokens [T] int64 -> hidden [T, M] after the final norm. Writes the tokens' K/V into the batch's pages."""
-        hidden = torch.nn.functional.embedding(tokens, self.weights.embedding)
+        hidden = torch.nn.functional.embedding(tokens, self._embedding)
         if self._embedding_scale != 1.0:
             hidden = hidden * self._embedding_scale
         rotary = {

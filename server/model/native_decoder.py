@@ -7,7 +7,7 @@ from torch import Tensor
 
 from kernels.interface import PagedKV
 from kernels.native.kernels import NativeKernels
-from kernels.native.packed import Format, PackedMatrix
+from kernels.native.packed import PackedMatrix
 from kernels.native.stack import Stack, StackDense, StackLayer, StackMoE, StackRope
 from kernels.quantized import Matrix
 from server.model.batch import Batch
@@ -30,7 +30,7 @@ class NativeDecoder:
         self._head = _packed(weights.head)
 
     def forward(self, tokens: Tensor, batch: Batch, arena: KVArena) -> Tensor:
-        """tokens [T] int64 -> hidden [T, M] bf16 after the final norm. Writes the tokens' K/V into the batch's pages."""
+        """tokens [T] int64 -> hidden [T, M] bf16 after the final norm. Writes the tokens' K/V to the batch's pages."""
         if arena is not self._arena or self._stack is None:
             self._arena, self._stack = arena, self._bind(arena)
         tables = [batch.tables[PageKind.FULL], batch.tables[PageKind.WINDOW]]
@@ -45,7 +45,6 @@ class NativeDecoder:
         spec, weights = self.spec, self.weights
         ropes = list(dict.fromkeys(layer.attention.rope for layer in spec.layers))
         plain = weights.embedding
-        own_rows = isinstance(plain, Tensor)
         return Stack(
             self.kernels.context,
             [
@@ -53,7 +52,7 @@ class NativeDecoder:
                 for layer, layer_weights, kv in zip(spec.layers, weights.layers, arena.layers, strict=True)
             ],
             [StackRope(frequencies=frequencies(rope), factor=rope.attention_factor) for rope in ropes],
-            embedding=plain.contiguous() if own_rows else None,
+            embedding=plain.contiguous() if isinstance(plain, Tensor) else None,
             embedding_scale=torch.tensor(spec.embedding_scale, dtype=torch.bfloat16).item(),
             head=self._head,
             final_norm=weights.final_norm,
@@ -118,5 +117,4 @@ def _mlp(spec: DenseSpec | MoESpec, weights: DenseWeights | MoEWeights) -> Stack
 def _packed(matrix: Matrix) -> PackedMatrix:
     if not isinstance(matrix, PackedMatrix):
         raise TypeError(f"a matrix of this model was not packed: {type(matrix).__name__}")
-    assert matrix.format in Format
     return matrix

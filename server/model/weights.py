@@ -110,7 +110,7 @@ class MTPWeights:
 class Weights:
     """embedding and head [N, M], one tensor when tied. Norm weights are fp32 and have spec.norm_offset added."""
 
-    embedding: Tensor
+    embedding: Matrix
     layers: tuple[LayerWeights, ...]
     final_norm: Tensor
     head: Matrix
@@ -132,17 +132,27 @@ def tensor_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
 
 
 def weight_bytes(
-    spec: ModelSpec, dtype: torch.dtype, *, packed: bool = False, checkpoint: Checkpoint | None = None
+    spec: ModelSpec,
+    dtype: torch.dtype,
+    *,
+    packed: bool = False,
+    int8: bool = False,
+    checkpoint: Checkpoint | None = None,
 ) -> int:
     """Memory that the loaded weights take, computed without reading any. Packed, a head that is tied to the embedding
-    is a matrix of its own. Without a checkpoint nothing is quantized."""
+    is a matrix of its own. int8: plain matrices take a byte an element and an fp32 scale a row. Without a checkpoint
+    nothing is quantized."""
     total = spec.vocab * spec.hidden * dtype.itemsize if packed and spec.tied_embeddings else 0
     shapes = tensor_shapes(spec)
     located = {} if checkpoint is None else locate(spec, shapes, checkpoint, _names(spec, checkpoint))
     quantized = _quantized(located)
     for name, shape in shapes.items():
         if name not in quantized:
-            total += math.prod(shape) * _stored_dtype(name, dtype).itemsize
+            looked_up = name == "embedding" and not spec.tied_embeddings
+            if int8 and len(shape) > 1 and not looked_up and not name.endswith(("router", "_bias")):
+                total += math.prod(shape) + math.prod(shape[:-1]) * torch.float32.itemsize
+            else:
+                total += math.prod(shape) * _stored_dtype(name, dtype).itemsize
             continue
         total += math.prod(shape)
         if not re.search(r"\.experts\.[1-9]", name):  # all experts of a layer share one map of rows to scales
@@ -203,16 +213,19 @@ def load_weights(
     device: torch.device | str = "cpu",
     progress: Progress = lambda read_bytes: None,
     pack: Pack = lambda matrix: matrix,
+    *,
+    embeds_from_head: bool = False,
 ) -> Weights:
     """Read a whole model. progress is called with the number of checkpoint bytes just read. Every matrix that the
     decoder multiplies by goes through pack as soon as it is complete, see `kernels.interface.Kernels.pack`.
+    embeds_from_head: where the embedding is tied, only the packed head is kept.
 
     A few layers at a time are loaded, each in a thread of its own, so one is read while another is packed: pack must
     bear that. progress is called by one thread at a time.
 
     Raises StartupError that names missing, unused or misshapen tensors, before any weight is read.
     """
-    return _Loader(spec, checkpoint, dtype, torch.device(device), progress, pack).load()
+    return _Loader(spec, checkpoint, dtype, torch.device(device), progress, pack, embeds_from_head).load()
 
 
 def checkpoint_bytes(spec: ModelSpec, checkpoint: Checkpoint) -> int:
@@ -238,6 +251,7 @@ class _Loader:
         device: torch.device,
         progress: Progress,
         pack: Pack,
+        embeds_from_head: bool,
     ) -> None:
         self.spec = spec
         self.checkpoint = checkpoint
@@ -246,6 +260,7 @@ class _Loader:
         self.report = progress
         self.reporting = threading.Lock()
         self.pack = pack
+        self.embeds_from_head = embeds_from_head
         self.shapes = tensor_shapes(spec)
         self.table = _names(spec, checkpoint)
         self.located = locate(spec, self.shapes, checkpoint, self.table)
@@ -276,9 +291,12 @@ class _Loader:
         with self.reporting:
             self.report(read_bytes)
 
-    def _embedding_and_head(self) -> tuple[Tensor, Matrix]:
+    def _embedding_and_head(self) -> tuple[Matrix, Matrix]:
         embedding = self._matrix("embedding")
-        return embedding, self.pack(embedding) if self.spec.tied_embeddings else self._packed("head")
+        if not self.spec.tied_embeddings:
+            return embedding, self._packed("head")
+        head = self.pack(embedding)
+        return head if self.embeds_from_head else embedding, head
 
     def _mtp(self, at: str, layer: LayerSpec) -> MTPWeights:
         return MTPWeights(

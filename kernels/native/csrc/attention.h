@@ -13,6 +13,7 @@
 #define BLOCK 64          /* keys */
 #define SEGMENT 256       /* keys that one partial result covers */
 #define QUERY_ROWS 96     /* query rows (tokens x heads that share a KV head) of one task */
+#define FEW_ROWS 16       /* query rows up to which waiting for memory outweighs the work: the next block is fetched ahead */
 #define NEVER (-INFINITY)
 
 /* K [page][KV heads][page_tokens][dim] in one kind's pages: page p starts at (p / per_slab) * slab_stride +
@@ -190,6 +191,24 @@ INLINE void join(float *maximum, float *sum, float *values, float other_maximum,
     *maximum = top;
 }
 
+#if TP_AVX512
+
+/* e^x for x <= 0, to about 3e-6: 2^f on [-0.5, 0.5] by a polynomial, the whole part by scaling the exponent. */
+INLINE __m512 exp16(__m512 x) {
+    const __m512 scaled = _mm512_mul_ps(x, _mm512_set1_ps(1.44269504088896341f));
+    const __m512 whole = _mm512_roundscale_ps(scaled, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    const __m512 f = _mm512_sub_ps(scaled, whole);
+    __m512 p = _mm512_set1_ps(1.33335581e-3f);
+    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(9.61812911e-3f));
+    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(5.55041087e-2f));
+    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(2.40226507e-1f));
+    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(6.93147181e-1f));
+    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(1.0f));
+    return _mm512_scalef_ps(p, whole);
+}
+
+#endif
+
 /* Scores of one row in a block, columns [from, to) seen -> shares as bf16, maximum and sum updated, values rescaled. */
 INLINE void soften(float *scores, bf16 *shares, int columns, int from, int to, float scale, float *maximum, float *sum,
                    float *values, int64_t count) {
@@ -197,13 +216,18 @@ INLINE void soften(float *scores, bf16 *shares, int columns, int from, int to, f
         memset(shares, 0, (size_t)columns * 2);
         return;
     }
-    float top = NEVER;
-    if (from > 0)
-        for (int j = 0; j < from; j++) scores[j] = NEVER;
+    for (int j = 0; j < from; j++) scores[j] = NEVER;
     for (int j = to; j < columns; j++) scores[j] = NEVER;
+    float top = NEVER, total = 0.0f;
+#if TP_AVX512
+    __m512 tops = _mm512_loadu_ps(scores);
+    for (int j = 16; j < columns; j += 16) tops = _mm512_max_ps(tops, _mm512_loadu_ps(scores + j));
+    top = _mm512_reduce_max_ps(tops) * scale;
+#else
 #pragma omp simd reduction(max : top)
     for (int j = 0; j < columns; j++) top = scores[j] > top ? scores[j] : top;
     top *= scale;
+#endif
     if (top > *maximum) {
         if (*maximum != NEVER) {
             const float shrink = fast_exp(*maximum - top);
@@ -213,13 +237,22 @@ INLINE void soften(float *scores, bf16 *shares, int columns, int from, int to, f
         *maximum = top;
     }
     const float base = *maximum;
-    float total = 0.0f;
+#if TP_AVX512
+    __m512 totals = _mm512_setzero_ps();
+    for (int j = 0; j < columns; j += 16) {
+        const __m512 share = exp16(_mm512_fmsub_ps(_mm512_loadu_ps(scores + j), _mm512_set1_ps(scale), _mm512_set1_ps(base)));
+        totals = _mm512_add_ps(totals, share);
+        _mm256_storeu_si256((__m256i *)(shares + j), (__m256i)_mm512_cvtneps_pbh(share));
+    }
+    total = _mm512_reduce_add_ps(totals);
+#else
 #pragma omp simd reduction(+ : total)
     for (int j = 0; j < columns; j++) {
         const float share = fast_exp(scores[j] * scale - base);
         total += share;
         shares[j] = f32_to_bf16(share);
     }
+#endif
     *sum += total;
 }
 
@@ -246,6 +279,13 @@ static void attend_segment(const Shape *shape, const Pages *pages, const int32_t
             rows_k[j] = seen ? key_at(pages, table, head, position, shape->dim) : NULL;
             rows_v[j] = seen ? value_at(pages, table, head, position, shape->value_dim) : NULL;
         }
+        if (rows <= FEW_ROWS)
+            for (int64_t position = MAX(block + BLOCK, lowest); position < MIN(block + 2 * BLOCK, to); position++) {
+                const char *k = (const char *)key_at(pages, table, head, position, shape->dim);
+                const char *v = (const char *)value_at(pages, table, head, position, shape->value_dim);
+                for (int32_t byte = 0; byte < shape->dim * 2; byte += 64) __builtin_prefetch(k + byte, 0, 2);
+                for (int32_t byte = 0; byte < shape->value_dim * 2; byte += 64) __builtin_prefetch(v + byte, 0, 2);
+            }
         for (int j = 0; j < used; j += PANEL) lay_keys(rows_k + j, shape->dim, s->keys + j / PANEL * key_panel);
         lay_values(rows_v, used, shape->value_dim, s->values);
         for (int first = 0; first < rows;) {

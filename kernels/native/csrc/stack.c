@@ -41,7 +41,7 @@ typedef struct {
 typedef struct {
     int64_t hidden;
     float eps, embedding_scale;
-    const bf16 *embedding; /* [vocab, hidden]; NULL: rows of the head */
+    const bf16 *embedding; /* [vocab, hidden]; NULL: rows of the head, bf16 or int8 */
     Matrix head;
     const float *final_norm;
     const Layer *layers;
@@ -131,6 +131,12 @@ static void embed(const Context *context, int64_t from, int64_t to) {
         if (model->embedding) {
             const bf16 *row = model->embedding + id * model->hidden;
             for (int64_t i = 0; i < model->hidden; i++) out[i] = bf16_to_f32(row[i]);
+        } else if (model->head.format == FORMAT_INT8) {
+            const int8_t *at = (const int8_t *)model->head.data + id / PANEL * pairs_of(&model->head) * PANEL * 2;
+            const float scale = ((const float *)model->head.scales)[id];
+            at += id % PANEL * 2;
+            for (int64_t i = 0; i < model->hidden; i++)
+                out[i] = bf16_to_f32(f32_to_bf16((float)at[i / 2 * PANEL * 2 + i % 2] * scale));
         } else {
             const bf16 *at = (const bf16 *)model->head.data + id / PANEL * pairs_of(&model->head) * PANEL * 2;
             at += id % PANEL * 2;
