@@ -10,6 +10,7 @@ import torch
 from server.model.batch import Batch
 from server.model.decoder import Decoder
 from server.model.kv_arena import KVArena
+from server.model.native_decoder import NativeDecoder
 from server.model.sampler import Sampler
 from server.step import FOLLOWS_NOTHING, PageKind, RowPlan, RowResult, SlotId, StepId, StepPlan, StepResult
 
@@ -20,7 +21,7 @@ class ModelRunner:
     `slots` is the number of rows that the page tables have; a table row is long enough for `context_tokens`.
     """
 
-    def __init__(self, decoder: Decoder, arena: KVArena, *, slots: int, context_tokens: int) -> None:
+    def __init__(self, decoder: Decoder | NativeDecoder, arena: KVArena, *, slots: int, context_tokens: int) -> None:
         self._decoder = decoder
         self._arena = arena
         device = arena.memory.device
