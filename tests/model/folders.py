@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import tokenizers
 import torch
@@ -22,17 +23,26 @@ CHATML = (
     "{%- endfor %}"
     "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
 )
+HARMONY_CONTROL = ("<|endoftext|>", "<|return|>", "<|call|>", "<|start|>", "<|channel|>", "<|message|>", "<|end|>")
+HARMONY = (
+    "{%- for message in messages %}"
+    "{{- '<|start|>' + message.role + '<|message|>' + message.content + '<|end|>' }}"
+    "{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|start|>assistant' }}{%- endif %}"
+)
+"""The frame of gpt-oss's format, without channels and tools."""
+
 XIAOMI_CONFIG: dict[str, Any] = {**PRO_CONFIG, "vocab_size": VOCAB, "sliding_window": 16, "sliding_window_size": 16}
 
 
-def write_tokenizer(folder: Path) -> tokenizers.Tokenizer:
-    """A byte-level BPE over the licence, with the control tokens of ChatML. Ids 0 to VOCAB - 1."""
+def write_tokenizer(folder: Path, control: tuple[str, ...] = CONTROL) -> tokenizers.Tokenizer:
+    """A byte-level BPE over the licence with control tokens, the first ids. Ids 0 to VOCAB - 1."""
     tokenizer = tokenizers.Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=VOCAB,
-        special_tokens=list(CONTROL),
+        special_tokens=list(control),
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
@@ -105,7 +115,9 @@ def gpt_oss_mxfp4_tensors(config: GptOssConfig, *, seed: int = 0) -> dict[str, t
     return tensors
 
 
-def write_gpt_oss_mxfp4(folder: Path, config: GptOssConfig, tensors: dict[str, torch.Tensor]) -> None:
+def write_gpt_oss_mxfp4(
+    folder: Path, config: GptOssConfig, tensors: dict[str, torch.Tensor], *, dtype: str = "float32"
+) -> None:
     quantization = {
         "quant_method": "mxfp4",
         "modules_to_not_convert": [
@@ -116,5 +128,13 @@ def write_gpt_oss_mxfp4(folder: Path, config: GptOssConfig, tensors: dict[str, t
         ],
     }
     settings = {**config.to_dict(), "architectures": ["GptOssForCausalLM"], "quantization_config": quantization}
+    settings["dtype"] = dtype
     (folder / "config.json").write_text(json.dumps(settings))
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def load_gpt_oss_mxfp4(folder: Path) -> GptOssForCausalLM:
+    """transformers' own model of the folder in fp32: it writes the values out while it loads."""
+    with mock.patch("transformers.quantizers.quantizer_mxfp4.is_accelerate_available", return_value=True):
+        model = GptOssForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    return model.eval()
