@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -15,6 +17,18 @@ from kernels.native.packed import PackedMatrix, pack
 from kernels.native.stack import Context
 from kernels.quantized import Matrix
 from kernels.reference import ReferenceKernels
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Draw:
+    """How one token is drawn; key is 64 bits of noise. temperature 0 takes the best token; top_k 0, top_p 1 and min_p 0
+    cut nothing."""
+
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    key: int
 
 
 class NativeKernels(ReferenceKernels):
@@ -41,3 +55,13 @@ class NativeKernels(ReferenceKernels):
         if isinstance(weight, PackedMatrix) and x.dtype is torch.bfloat16:
             return self.context.multiply(x, weight, None if bias is None else bias.float()).to(x.dtype)
         return super().linear(x, weight, bias)
+
+    def choose(self, logits: Tensor, draws: Sequence[Draw]) -> list[int]:
+        """The next token of each row of logits [R, N] fp32; -1 where they are not finite."""
+        rows, vocab = logits.shape
+        logits = logits.contiguous()
+        structs = (library.Draw * rows)(*(library.Draw(d.temperature, d.top_p, d.min_p, d.top_k, d.key) for d in draws))
+        tokens = (ctypes.c_int64 * rows)()
+        if self.context.lib.tp_choose(self.context.handle, logits.data_ptr(), rows, vocab, structs, tokens):
+            raise MemoryError("no memory to sample")
+        return list(tokens)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from ctypes import POINTER, Structure, c_float, c_int, c_int32, c_int64, c_void_p
+from ctypes import POINTER, Structure, c_double, c_float, c_int, c_int32, c_int64, c_uint64, c_void_p
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -111,6 +111,16 @@ class Step(Structure):
     ]
 
 
+class Draw(Structure):
+    _fields_: ClassVar[list[tuple[str, Any]]] = [
+        ("temperature", c_double),
+        ("top_p", c_double),
+        ("min_p", c_double),
+        ("top_k", c_int64),
+        ("key", c_uint64),
+    ]
+
+
 def load(path: Path) -> ctypes.CDLL:
     """The library with its functions' types set. Raises OSError if it cannot be loaded or is not this one."""
     library = ctypes.CDLL(str(path))
@@ -122,11 +132,12 @@ def load(path: Path) -> ctypes.CDLL:
         "tp_free": (None, [c_void_p]),
         "tp_forward": (c_int, [c_void_p, POINTER(Model), POINTER(Step)]),
         "tp_multiply": (c_int, [c_void_p, POINTER(Matrix), c_void_p, c_void_p, c_int64, c_void_p]),
+        "tp_choose": (c_int, [c_void_p, c_void_p, c_int64, c_int64, POINTER(Draw), c_void_p]),
     }
     for name, (result, arguments) in signatures.items():
         function = getattr(library, name)
         function.restype, function.argtypes = result, arguments
-    for index, struct in enumerate((Matrix, Layer, Rope, Model, Step)):
+    for index, struct in enumerate((Matrix, Layer, Rope, Model, Step, Draw)):
         if library.tp_struct_bytes(index) != ctypes.sizeof(struct):
             raise OSError(f"{path}: {struct.__name__} differs in size")
     return library

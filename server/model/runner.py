@@ -27,7 +27,8 @@ class ModelRunner:
         device = arena.memory.device
         pages = -(-context_tokens // arena.layout.page_tokens)
         self._tables = {kind: torch.zeros(slots, pages, dtype=torch.int32, device=device) for kind in PageKind}
-        self._sampler = Sampler(decoder.spec.vocab, device)
+        native = decoder.kernels if isinstance(decoder, NativeDecoder) else None
+        self._sampler = Sampler(decoder.spec.vocab, device, native)
         self._sampled: dict[SlotId, tuple[StepId, int]] = {}  # the last token sampled in each slot, and by which step
         self._device = device
 

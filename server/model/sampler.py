@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kernels.native.kernels import Draw, NativeKernels
 from server.request import SampledToken
 from server.step import RowPlan, RowResult, SlotId, SlotOpening
 
@@ -51,7 +52,9 @@ class _SlotState:
 class Sampler:
     """Owner of the per-slot sampling state. Used on the device thread only."""
 
-    def __init__(self, vocab: int, device: torch.device) -> None:
+    def __init__(self, vocab: int, device: torch.device, native: NativeKernels | None = None) -> None:
+        """native, if any, draws in place of torch; what it draws is the same."""
+        self._native = native
         self._vocab = vocab
         self._device = device
         self._slots: dict[SlotId, _SlotState] = {}
@@ -83,17 +86,22 @@ class Sampler:
         counted when it comes back as the row's input.
         """
         states = [self._slots[row.slot] for row in rows]
-        finite = torch.isfinite(logits.amax(dim=-1)).tolist()
+        finite = torch.isfinite(logits.amax(dim=-1)).tolist() if self._native is None else None
         reported = self._log_probabilities(logits, states)
         for row, state in zip(rows, states, strict=True):
             _count_inputs(state, row)
         self._penalize(logits, states)
         self._bias(logits, states)
         self._suppress_stops(logits, states, rows)
-        tokens = self._choose(logits, [s.opening for s in states], [row.stop for row in rows]).tolist()
+        openings, positions = [s.opening for s in states], [row.stop for row in rows]
+        if self._native is None:
+            tokens = self._choose(logits, openings, positions).tolist()
+        else:
+            draws = [_native_draw(opening, at) for opening, at in zip(openings, positions, strict=True)]
+            tokens = self._native.choose(logits, draws)
         results = []
         for index, token in enumerate(tokens):
-            if not finite[index]:
+            if token < 0 or (finite is not None and not finite[index]):
                 results.append(RowResult(failure="the model produced logits that are not finite"))
             elif index in reported:
                 logprobs, best = reported[index]
@@ -178,6 +186,17 @@ class Sampler:
             scaled = logits[rows] / draws.temperature
             chosen[rows] = draws.among_most_probable(scaled) if rows is filtered else draws.among_all(scaled)
         return chosen
+
+
+def _native_draw(opening: SlotOpening, position: int) -> Draw:
+    params = opening.sampling
+    return Draw(
+        temperature=params.temperature if params.temperature > GREEDY_TEMPERATURE else 0.0,
+        top_k=params.top_k,
+        top_p=params.top_p,
+        min_p=params.min_p,
+        key=noise_key(params.seed, opening.choice, position),
+    )
 
 
 def _count_inputs(state: _SlotState, row: RowPlan) -> None:

@@ -3,8 +3,9 @@
 #define EXPORT __attribute__((visibility("default")))
 
 EXPORT int64_t tp_struct_bytes(int which) {
-    const int64_t sizes[] = {sizeof(Matrix), sizeof(Layer), sizeof(Rope), sizeof(Model), sizeof(Step)};
-    return which >= 0 && which < 5 ? sizes[which] : -1;
+    const int64_t sizes[] = {sizeof(Matrix), sizeof(Layer), sizeof(Rope), sizeof(Model), sizeof(Step),
+                             sizeof(Draw)};
+    return which >= 0 && which < 6 ? sizes[which] : -1;
 }
 
 EXPORT int tp_has_avx512(void) { return TP_AVX512; }
@@ -213,4 +214,34 @@ EXPORT int tp_multiply(Context *context, const Matrix *w, const float *bias, con
     free(memory);
     free(m);
     return !ok;
+}
+
+/* tokens [rows]: the draw of each row of logits [rows, count], -1 for a row that is not finite. 0 if done, 1 if there
+ * was no memory. */
+EXPORT int tp_choose(Context *context, const float *logits, int64_t rows, int64_t count, const Draw *draws,
+                     int64_t *tokens) {
+    Choice *choice = NULL;
+    char *memory = NULL;
+    const int threads = context->pool->threads;
+    const int64_t each = CEIL_DIV((int64_t)sizeof(SampleScratch) + count * 8, TP_PAD) * TP_PAD;
+    if (posix_memalign((void **)&choice, TP_PAD, sizeof(Choice)) != 0) return 1;
+    if (posix_memalign((void **)&memory, TP_PAD, (size_t)(each * threads)) != 0) {
+        free(choice);
+        return 1;
+    }
+    memset(choice, 0, sizeof(Choice));
+    choice->context = context;
+    choice->logits = logits;
+    choice->draws = draws;
+    choice->rows = rows;
+    choice->count = count;
+    choice->tokens = tokens;
+    for (int thread = 0; thread < threads; thread++) choice->scratch[thread] = memory + thread * each;
+    if (rows == 1)
+        choose_rows(choice, 0);
+    else
+        pool_run(context->pool, choose_rows, choice);
+    free(memory);
+    free(choice);
+    return 0;
 }

@@ -463,4 +463,5 @@ static void forward(void *given, int thread) {
     }
 }
 
+#include "sampling.h"
 #include "api.h"
