@@ -103,8 +103,8 @@ class Client:
 
     async def ask(self, prompt: str, outputs: int, sampling: Sampling = SAMPLINGS["greedy"]) -> Answer:
         """Stream one completion of `outputs` tokens."""
-        body = self._body(prompt, outputs, sampling)
-        body |= {"stream": True, "stream_options": {"include_usage": True}}
+        streaming = {"stream": True, "stream_options": {"include_usage": True}}
+        body = self._body(prompt, outputs, sampling, streaming)
         stamps: list[float] = []
         usage: dict[str, Any] = {}
         sent_s = time.perf_counter()
@@ -136,7 +136,7 @@ class Client:
         return [task.result() for task in tasks]
 
     async def _count(self, prompt: str) -> int:
-        body = self._body(prompt, 1, SAMPLINGS["greedy"])
+        body = self._body(prompt, 1, SAMPLINGS["greedy"], {})
         try:
             async with self._session.post(self._url, json=body) as response:
                 await _refuse_errors(response)
@@ -145,15 +145,17 @@ class Client:
             raise RequestFailed(f"{type(error).__name__}: {error}") from error
         return int(answer["usage"]["prompt_tokens"])
 
-    def _body(self, prompt: str, outputs: int, sampling: Sampling) -> dict[str, Any]:
-        return {
+    def _body(self, prompt: str, outputs: int, sampling: Sampling, streaming: dict[str, Any]) -> dict[str, Any]:
+        body = {
             "model": self._model,
             "prompt": prompt,
             "max_tokens": outputs,
             "ignore_eos": True,
             **sampling.body(),
+            **streaming,
             **self._extra(sampling),
         }
+        return {name: value for name, value in body.items() if value is not None}
 
 
 def open_session() -> aiohttp.ClientSession:

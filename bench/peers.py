@@ -59,7 +59,7 @@ class Peer:
     """bytes_per_weight: what one weight costs to read. ceiling: the GEMM rate that bounds its prefill. batches: whether
     it runs several requests at once; one that does not is left out of the concurrent rows, and the report says so.
 
-    extra(sampling) are fields beyond those that everybody gets.
+    extra(sampling) are fields beyond those that everybody gets; None takes one of those away.
     """
 
     name: str
@@ -112,9 +112,10 @@ def transformers(place: Place) -> list[str]:
 
 
 def transformers_extra(sampling: Sampling) -> dict[str, Any]:
-    """It knows no ignore_eos, and samples only when told so here."""
+    """It refuses fields that it does not know, and takes their meaning here; it samples only when told so."""
     config = {"eos_token_id": None, "pad_token_id": 0, "do_sample": sampling.temperature > 0, "top_k": 0}
-    return {"generation_config": json.dumps(config)}
+    unknown = dict.fromkeys(("ignore_eos", "top_k", "min_p"))
+    return {**unknown, "generation_config": json.dumps(config)}
 
 
 def llama_cpp(file: Callable[[Weights], Path]) -> Callable[[Place], list[str]]:
@@ -222,9 +223,9 @@ def running(peer: Peer, weights: Weights, *, cache: Path, threads: int) -> Itera
     variables = {"HF_HUB_OFFLINE": "1", **peer.variables(place)}
     with log.open("w", encoding="utf-8") as out:
         started_s = time.monotonic()
-        process = subprocess.Popen(
-            command, cwd=ROOT, stdout=out, stderr=out, env=clean | variables, start_new_session=True
-        )
+        # A group, so that its children end with it, but no session of its own: Linux shares processors out by session,
+        # so on a busy machine it would have more of them than what is measured inside this process.
+        process = subprocess.Popen(command, cwd=ROOT, stdout=out, stderr=out, env=clean | variables, process_group=0)
     try:
         url = f"http://127.0.0.1:{place.port}/v1"
         while not _answers(f"{url}/models"):

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -9,7 +10,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from bench.load import Client, Prompts, RequestFailed, open_session
-from bench.peers import SAMPLINGS
+from bench.peers import PEERS, SAMPLINGS
 from bench.sections import Sizes, Task, measure, tasks
 from tests.bench.fake_sse import BOS_TOKENS, FakeServer, serving
 
@@ -102,6 +103,16 @@ async def test_every_request_asks_for_the_same_work(prompts: Prompts) -> None:
     }
     assert [body[key] for key in ("temperature", "top_p", "top_k", "min_p")] == [0.8, 0.95, 0, 0.0]
     assert body["stream_options"] == {"include_usage": True}
+
+
+async def test_a_field_that_a_server_refuses_is_left_out(prompts: Prompts) -> None:
+    server = FakeServer()
+    async with serving(server), open_session() as session:
+        client = Client(session, server.url, "m", prompts, PEERS["transformers"].extra)
+        await client.ask("x", 7, SAMPLINGS["sampled"])
+    (body,) = server.bodies
+    assert not {"ignore_eos", "top_k", "min_p"} & body.keys()
+    assert json.loads(body["generation_config"])["do_sample"] is True
 
 
 @pytest.mark.parametrize("fails", [503, "stream"])
