@@ -17,6 +17,7 @@ CASES: dict[str, tuple[str, Any, str | None]] = {
     "--revision": ("v2", "v2", ""),
     "--tokenizer": ("/models/t", "/models/t", ""),
     "--dtype": ("float16", "float16", "int8"),
+    "--quantization": ("int8", "int8", "int4"),
     "--max-model-len": ("32k", 32_000, "many"),
     "--window-keys": ("129", 129, "0"),
     "--chat-template": ("{{ messages }}", "{{ messages }}", ""),
@@ -43,6 +44,7 @@ CASES: dict[str, tuple[str, Any, str | None]] = {
     "--health-timeout": ("2", 2.0, "0"),
     "--log-level": ("debug", "debug", "loud"),
     "--device": ("cpu", "cpu", "tpu"),
+    "--kernels": ("torch", "torch", "cuda"),
     "--threads": ("3", 3, "0"),
 }
 

@@ -14,6 +14,7 @@ import httpx
 import pytest
 import torch
 
+from kernels.native.build import BuildError
 from server import assemble
 from server.config import CacheConfig, ModelConfig, SchedulerConfig, ServeConfig
 from server.errors import StartupError
@@ -92,6 +93,12 @@ def test_the_dtype_is_the_checkpoints_own_where_the_processor_can(
     assert describe(folder, dtype="bfloat16").dtype == torch.bfloat16
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "torch_dtype": "bfloat16"}))
+    assert describe(folder).dtype == torch.bfloat16
+
+    def no_compiler(*_: object) -> None:
+        raise BuildError("no C compiler: install gcc, or set CC")
+
+    monkeypatch.setattr(assemble, "_native", no_compiler)
     for fast, dtype in ((True, torch.bfloat16), (False, torch.float32)):
         monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda fast=fast: fast)
         model = describe(folder)
@@ -166,6 +173,7 @@ ModelRunner.run = ModelRunner.check = lost
 
 HANGING_DEVICE = """
 import threading
+from kernels.native.build import BuildError
 from server import assemble
 from server.model.runner import ModelRunner
 assemble.STOP_LIMIT_S = 0.5
