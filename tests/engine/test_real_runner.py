@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from server.errors import EngineFailed
 from server.model.sampler import gumbel_noise, noise_key
 from server.model.spec import ModelSpec
 from server.model.weights import Weights
 from server.request import FinishReason, RequestId, SamplingParams
-from server.step import PageKind, SequenceId, StepPlan
+from server.step import PageKind, RowPlan, RowResult, SequenceId, StepPlan
 from tests.engine.real import RealHouse, load_gguf, load_mimo
 from tests.fake_device import CollectedOutput
 
@@ -172,6 +173,45 @@ def test_planning_ahead_changes_no_text(mimo: tuple[ModelSpec, Weights]) -> None
                 assert mine.ending is theirs.ending
                 for a, b in zip(mine.sampled, theirs.sampled, strict=True):
                     assert a.logprob == pytest.approx(b.logprob, abs=1e-4)
+
+
+@pytest.mark.parametrize("eager", [False, True])
+def test_a_failing_row_takes_no_other_along_though_its_next_row_is_handed_over(
+    mimo: tuple[ModelSpec, Weights], eager: bool
+) -> None:
+    """In the middle of its answer: its slot holds a token of the step before, which must not be taken for the next."""
+    prompts = {
+        name: [at * 7 % 128 for at in range(first, first + 12)] for name, first in (("a", 1), ("bad", 2), ("b", 3))
+    }
+    sampling = SamplingParams(seed=4, frequency_penalty=0.3)
+
+    def run(depth: int, chokes_at: int | None) -> RealHouse:
+        house = RealHouse(*mimo, slabs=60, depth=depth, eager=eager)
+        for name, prompt in prompts.items():
+            house.submit(name, prompt, outputs=20, sampling=sampling)
+        compute = house.device._compute  # type: ignore[attr-defined]
+
+        def choking(rows: list[RowPlan]) -> list[RowResult]:
+            assert not any(row.follows is not None for row in rows)
+            computed.extend((row.sequence, row.start) for row in rows)
+            if any(row.sequence == 1 and row.start == chokes_at for row in rows):
+                raise RuntimeError("the device choked")
+            return compute(rows)
+
+        house.device._compute = choking  # type: ignore[attr-defined]
+        house.run()
+        house.assert_empty()
+        return house
+
+    computed: list[tuple[int, int]] = []
+    plain = run(1, None)
+    computed.clear()
+    house = run(2, 17)
+    assert max(start for sequence, start in computed if sequence == 1) == 17, "nothing goes on from a failed row"
+    for name in ("a", "b"):
+        assert house.texts(RequestId(name)) == plain.texts(RequestId(name))
+    assert house.texts(RequestId("bad")) == [plain.texts(RequestId("bad"))[0][:6]]
+    assert isinstance(house.outputs[RequestId("bad")][0].ending, EngineFailed)
 
 
 def score(

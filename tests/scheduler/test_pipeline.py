@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from server.cache.kv_cache import Reservation
 from server.config import KVLayout
 from server.errors import EngineFailed
 from server.request import FinishReason, RequestId
-from server.step import FOLLOWS_NOTHING, PageKind, RowPlan, RowResult, StepPlan, StepResult
+from server.step import FOLLOWS_NOTHING, PageKind, RowPlan, RowResult, SequenceId, StepPlan, StepResult
 from tests.fake_device import FakeDevice, text_alone
 from tests.house import House
 
@@ -261,3 +262,55 @@ def test_one_request_of_many_tokens_never_waits_for_itself() -> None:
         steps += 1
     assert steps == 50
     assert house.texts(RequestId(a)) == [alone((1, 2, 3), 50)]
+
+
+def refuse(house: House, name: RequestId) -> None:
+    """Pages are short for this request as long as a step is in flight."""
+    reserve = house.cache.reserve
+
+    def short(sequence: SequenceId, stop: int) -> Reservation:
+        running = house.scheduler._running[sequence]
+        if running.request.request_id == name and house.cache.steps_in_flight:
+            return Reservation(granted=False)
+        return reserve(sequence, stop)
+
+    house.cache.reserve = short  # type: ignore[method-assign]
+
+
+def test_whoever_was_short_of_pages_is_the_first_to_be_looked_after() -> None:
+    """Others may use the step in which one is left out, but not another one, and nobody is admitted meanwhile."""
+    house = TwoStepHouse()
+    a = house.submit("a", (1, 2, 3), outputs=9)
+    b = house.submit("b", (4, 5, 6), outputs=9)
+    refuse(house, a)
+    first = house.plan()
+    house.submit("newcomer", (7,), outputs=3)
+    second = house.plan()
+    assert [row.sequence for row in first.rows] == [0, 1]
+    assert [row.sequence for row in second.rows] == [1]
+    assert not second.opened
+    house.run_and_commit(first)
+    assert house.scheduler.plan(0.0) is None
+    house.run_and_commit(second)
+    third = house.plan()
+    assert [row.sequence for row in third.rows] == [0, 1, 2]
+    house.run_and_commit(third)
+    house.run()
+    assert house.texts(a) == [alone((1, 2, 3), 9)]
+    assert house.texts(b) == [alone((4, 5, 6), 9)]
+    house.assert_empty()
+
+
+def test_a_newcomer_whose_pages_must_wait_is_known_to_the_device_all_the_same() -> None:
+    house = TwoStepHouse()
+    house.submit("a", (1, 2, 3), outputs=1)
+    first = house.plan()
+    b = house.submit("b", (4, 5, 6), outputs=4)
+    refuse(house, b)
+    second = house.plan()
+    assert (len(second.opened), second.rows) == (1, ())
+    for plan in (first, second):
+        house.run_and_commit(plan)
+    house.run()
+    assert house.texts(b) == [alone((4, 5, 6), 4)]
+    house.assert_empty()
