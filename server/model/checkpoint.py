@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 from collections.abc import Mapping
@@ -33,6 +34,7 @@ DTYPES = {
 }
 
 _BUFFER_BYTES = 8 * 2**20
+_CODES, _SCALES = ".codes", ".scales"
 
 
 class Checkpoint(Protocol):
@@ -139,7 +141,10 @@ class SafetensorsCheckpoint:
 
 
 class GGUFCheckpoint:
-    """Values are dequantized a bounded number of rows at a time, and the file's pages given back after each."""
+    """Values are dequantized a bounded number of rows at a time, and the file's pages given back after each.
+
+    Experts in mxfp4 are not: a tensor NAME of them appears as two of bytes, NAME.codes and NAME.scales.
+    """
 
     is_gguf = True
     metadata: Mapping[str, Any] = {}
@@ -152,8 +157,20 @@ class GGUFCheckpoint:
             )
             for name, tensor in file.tensors.items()
         }
+        for name, tensor in file.tensors.items():
+            if tensor.kind.name == "MXFP4" and len(tensor.shape) == 3:
+                del self.tensors[name]
+                for ending, columns in ((_CODES, tensor.shape[-1] // 2), (_SCALES, tensor.shape[-1] // 32)):
+                    shape = (*tensor.shape[:-1], columns)
+                    self.tensors[name + ending] = TensorInfo(
+                        shape=shape, dtype="U8", stored_bytes=math.prod(shape), offset=tensor.offset
+                    )
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
+        if name.endswith(_CODES):
+            return torch.from_numpy(self._file.tensors[name.removesuffix(_CODES)].mxfp4_codes(start, stop))
+        if name.endswith(_SCALES):
+            return torch.from_numpy(self._file.tensors[name.removesuffix(_SCALES)].mxfp4_scales(start, stop))
         tensor = self._file.tensors[name]
         values = tensor.dequantize(start, stop)
         return torch.from_numpy(values if values.flags.writeable else values.copy())

@@ -103,17 +103,56 @@ class SplitMxfp4:
     def load(self, moe: MoESpec, hidden: int, read: Read, dtype: torch.dtype, device: torch.device) -> Experts:
         gate_up, down = _empty_mxfp4(moe, hidden, device)
         for expert in range(moe.experts):
-            rows = {"gate": gate_up[expert, : moe.width], "up": gate_up[expert, moe.width :], "down": down[expert]}
-            for part, target in rows.items():
+            for part, target in _parts(moe, gate_up[expert], down[expert]).items():
                 target.codes.copy_(read(f"experts.{expert}.{part}_codes", None))
                 target.scales.copy_(read(f"experts.{expert}.{part}_scales", None))
         return Experts(gate_up=gate_up, down=down)
+
+
+class Stacked:
+    """GGUF: matrices [E, out, in] and biases [E, out] of each projection."""
+
+    def shapes(self, moe: MoESpec, hidden: int) -> Shapes:
+        matrices = {f"experts_{part}": (moe.experts, *shape) for part, shape in _projections(moe, hidden).items()}
+        return matrices | _stacked_bias_shapes(moe, hidden)
+
+    def load(self, moe: MoESpec, hidden: int, read: Read, dtype: torch.dtype, device: torch.device) -> Experts:
+        gate_up = torch.empty(moe.experts, 2 * moe.width, hidden, dtype=dtype, device=device)
+        down = torch.empty(moe.experts, hidden, moe.width, dtype=dtype, device=device)
+        for expert in range(moe.experts):
+            gate_up[expert, : moe.width] = read("experts_gate", expert)
+            gate_up[expert, moe.width :] = read("experts_up", expert)
+            down[expert] = read("experts_down", expert)
+        gate_up_bias, down_bias = _stacked_biases(moe, read, dtype, device)
+        return Experts(gate_up=gate_up, gate_up_bias=gate_up_bias, down=down, down_bias=down_bias)
+
+
+class StackedMxfp4:
+    """The same, as codes and scales; see `server.model.checkpoint.GGUFCheckpoint`."""
+
+    def shapes(self, moe: MoESpec, hidden: int) -> Shapes:
+        found = _stacked_bias_shapes(moe, hidden)
+        for part, (rows, columns) in _projections(moe, hidden).items():
+            found[f"experts_{part}_codes"] = (moe.experts, rows, columns // 2)
+            found[f"experts_{part}_scales"] = (moe.experts, rows, columns // BLOCK_COLUMNS)
+        return found
+
+    def load(self, moe: MoESpec, hidden: int, read: Read, dtype: torch.dtype, device: torch.device) -> Experts:
+        gate_up, down = _empty_mxfp4(moe, hidden, device)
+        for expert in range(moe.experts):
+            for part, target in _parts(moe, gate_up[expert], down[expert]).items():
+                target.codes.copy_(read(f"experts_{part}_codes", expert))
+                target.scales.copy_(read(f"experts_{part}_scales", expert))
+        gate_up_bias, down_bias = _stacked_biases(moe, read, dtype, device)
+        return Experts(gate_up=gate_up, gate_up_bias=gate_up_bias, down=down, down_bias=down_bias)
 
 
 STORED: dict[ExpertFiles, Stored] = {
     ExpertFiles.INTERLEAVED: Interleaved(),
     ExpertFiles.INTERLEAVED_MXFP4: InterleavedMxfp4(),
     ExpertFiles.SPLIT_MXFP4: SplitMxfp4(),
+    ExpertFiles.STACKED: Stacked(),
+    ExpertFiles.STACKED_MXFP4: StackedMxfp4(),
 }
 
 
@@ -131,6 +170,25 @@ def _empty_mxfp4(moe: MoESpec, hidden: int, device: torch.device) -> tuple[Mxfp4
         )
 
     return empty(2 * moe.width, hidden), empty(hidden, moe.width)
+
+
+def _parts(moe: MoESpec, gate_up: Mxfp4, down: Mxfp4) -> dict[str, Mxfp4]:
+    """The projections of one expert, as views."""
+    return {"gate": gate_up[: moe.width], "up": gate_up[moe.width :], "down": down}
+
+
+def _stacked_bias_shapes(moe: MoESpec, hidden: int) -> Shapes:
+    rows = {part: shape[0] for part, shape in _projections(moe, hidden).items()}
+    return {f"experts_{part}_bias": (moe.experts, count) for part, count in rows.items()} if moe.bias else {}
+
+
+def _stacked_biases(
+    moe: MoESpec, read: Read, dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor | None, Tensor | None]:
+    if not moe.bias:
+        return None, None
+    gate, up, down = (read(f"experts_{part}_bias", None).to(device, dtype) for part in ("gate", "up", "down"))
+    return torch.cat((gate, up), 1), down
 
 
 def _bias_shapes(moe: MoESpec, hidden: int) -> Shapes:

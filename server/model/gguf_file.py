@@ -55,11 +55,8 @@ class GGUFTensor:
     raw: np.ndarray
 
     def dequantize(self, start: int = 0, stop: int | None = None) -> np.ndarray:
-        """Values as float32; for a matrix only rows [start, stop)."""
-        raw = self.raw[start:stop]
-        shape = (raw.shape[0], *self.shape[1:]) if len(self.shape) == 2 else self.shape
-        if len(self.shape) != 2 and (start or stop is not None):
-            raise ValueError("rows can be chosen only from a matrix")
+        """Values as float32; but for a vector, only entries [start, stop) of the first axis."""
+        raw, shape = self._entries(start, stop)
         if self.kind == GGMLQuantizationType.F32:
             return raw.view(np.float32).reshape(shape)
         if self.kind == GGMLQuantizationType.F16:
@@ -68,6 +65,35 @@ class GGUFTensor:
             return quants.dequantize(raw, self.kind).astype(np.float32, copy=False).reshape(shape)
         except NotImplementedError as error:
             raise StartupError(f"tensor {self.name}: type {self.kind.name} cannot be dequantized") from error
+
+    def mxfp4_codes(self, start: int = 0, stop: int | None = None) -> np.ndarray:
+        """Codes [..., K / 2] as `kernels.mxfp4.Mxfp4` has them, of entries [start, stop) of the first axis.
+
+        A block of the file is its scale and 16 bytes: their low nibbles are columns 0 to 15, the high ones 16 to 31
+        (block_mxfp4 in ggml; `gguf.quants.MXFP4`). Only nibbles change places.
+        """
+        halves = self._mxfp4_blocks(start, stop)[..., 1:]
+        columns = np.concatenate((halves & 15, halves >> 4), -1)
+        codes = columns[..., ::2] | columns[..., 1::2] << 4
+        return codes.reshape(*codes.shape[:-2], -1)
+
+    def mxfp4_scales(self, start: int = 0, stop: int | None = None) -> np.ndarray:
+        """Scales [..., K / 32], see `mxfp4_codes`."""
+        return np.ascontiguousarray(self._mxfp4_blocks(start, stop)[..., 0])
+
+    def _mxfp4_blocks(self, start: int, stop: int | None) -> np.ndarray:
+        block, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType.MXFP4]
+        raw, shape = self._entries(start, stop)
+        return raw.reshape(*shape[:-1], shape[-1] // block, block_bytes)
+
+    def _entries(self, start: int, stop: int | None) -> tuple[np.ndarray, tuple[int, ...]]:
+        if len(self.shape) < 2:
+            if start or stop is not None:
+                raise ValueError("a vector is read whole")
+            return self.raw, self.shape
+        first, last, _ = slice(start, stop).indices(self.shape[0])
+        rows = math.prod(self.shape[1:-1])
+        return self.raw[first * rows : last * rows], (last - first, *self.shape[1:])
 
 
 class GGUFFile:

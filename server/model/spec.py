@@ -104,13 +104,16 @@ class ExpertFiles(StrEnum):
     """How a checkpoint stores the experts of a layer; shapes in `server.model.expert_files`.
 
     SPLIT: one matrix per expert and projection. INTERLEAVED: all experts of a layer in one tensor, rows of gate and up
-    taking turns (gpt-oss). The MXFP4 ones stay in that format in memory.
+    taking turns (gpt-oss). STACKED: all experts of a layer in one tensor per projection (GGUF). The MXFP4 ones stay in
+    that format in memory.
     """
 
     SPLIT = "split"
     SPLIT_MXFP4 = "split_mxfp4"
     INTERLEAVED = "interleaved"
     INTERLEAVED_MXFP4 = "interleaved_mxfp4"
+    STACKED = "stacked"
+    STACKED_MXFP4 = "stacked_mxfp4"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -461,7 +461,9 @@ def test_gguf_layer_pattern_as_a_list() -> None:
 
 
 def test_gguf_architectures_and_keys_are_named() -> None:
-    with pytest.raises(StartupError, match="architecture 'qwen2' is not supported; supported are gemma3, llama"):
+    with pytest.raises(
+        StartupError, match="architecture 'qwen2' is not supported; supported are gemma3, gpt-oss, llama"
+    ):
         spec_from_gguf(gguf("qwen2"))
     with pytest.raises(StartupError, match=r"model\.gguf: key llama\.embedding_length is missing"):
         spec_from_gguf(gguf("llama"))

@@ -27,7 +27,12 @@ HF_NAMES = {
     "gpt_oss": gpt_oss.HF_NAMES,
     "mimo_v2": mimo_v2.HF_NAMES,
 }
-GGUF_NAMES = {"llama": llama.GGUF_NAMES_LLAMA, "gemma3": gemma3.GGUF_NAMES_GEMMA3}
+GGUF_NAMES = {
+    "llama": llama.GGUF_NAMES_LLAMA,
+    "gemma3": gemma3.GGUF_NAMES_GEMMA3,
+    "gpt_oss": gpt_oss.GGUF_NAMES_GPT_OSS,
+}
+GGUF_ARCHITECTURES = ("gemma3", "gpt-oss", "llama")
 _MTP_LAYER = re.compile(r"model\.mtp\.layers\.(\d+)\.")
 
 
@@ -58,7 +63,9 @@ def spec_from_gguf(file: GGUFFile, *, window_keys: int | None = None) -> ModelSp
         return _checked(llama.parse_gguf(keys, file), keys.where, window_keys)
     if architecture == "gemma3":
         return _checked(gemma3.parse_gguf(keys, file, window_keys), keys.where, window_keys)
-    raise _unsupported(f"{keys.where}: architecture {architecture!r}", GGUF_NAMES)
+    if architecture == "gpt-oss":
+        return _checked(gpt_oss.parse_gguf(keys, file, window_keys), keys.where, window_keys)
+    raise _unsupported(f"{keys.where}: architecture {architecture!r}", GGUF_ARCHITECTURES)
 
 
 def tensor_names(spec: ModelSpec, *, gguf: bool) -> TensorNames:

@@ -7,8 +7,9 @@ from dataclasses import replace
 
 from server.errors import StartupError
 from server.model.families.keys import Keys, read_dtype
-from server.model.families.names import HF_TOP, TensorNames, hf_layer
-from server.model.families.rope import read_rope
+from server.model.families.names import GGUF_NAMES, GGUF_TOP, HF_TOP, TensorNames, hf_layer
+from server.model.families.rope import magnitude, read_rope
+from server.model.gguf_file import GGUFFile
 from server.model.spec import (
     Activation,
     AttentionSpec,
@@ -18,6 +19,7 @@ from server.model.spec import (
     MoESpec,
     RopeSpec,
     Router,
+    YarnSpec,
     head_scale,
 )
 
@@ -30,6 +32,7 @@ YARN = {
     "original_max_position_embeddings": 4096,
     "truncate": False,
 }
+PROJECTIONS = ("gate", "up", "down")
 KINDS = {"full_attention": False, "sliding_attention": True}
 SWIGLU_ALPHA = 1.702
 SWIGLU_LIMIT = 7.0
@@ -56,6 +59,29 @@ HF_NAMES = TensorNames(
         "experts_down_bias": (f"{_EXPERTS}down_proj_bias",),
     },
     ignored=(r".*rotary_emb\..*inv_freq",),
+)
+
+
+GGUF_NAMES_GPT_OSS = TensorNames(
+    prefixes=("",),
+    top=GGUF_TOP,
+    layer={
+        **GGUF_NAMES,
+        "sinks": ("blk.{layer}.attn_sinks.weight",),
+        "mlp_norm": ("blk.{layer}.post_attention_norm.weight",),
+        "router": ("blk.{layer}.ffn_gate_inp.weight",),
+        "router_bias": ("blk.{layer}.ffn_gate_inp.bias",),
+        **{
+            f"experts_{part}{kind}": (f"blk.{{layer}}.ffn_{part}_exps.{ending}",)
+            for part in PROJECTIONS
+            for kind, ending in (
+                ("", "weight"),
+                ("_codes", "weight.codes"),
+                ("_scales", "weight.scales"),
+                ("_bias", "bias"),
+            )
+        },
+    },
 )
 
 
@@ -96,6 +122,86 @@ def parse_config(keys: Keys, window_keys: int | None) -> ModelSpec:
         tied_embeddings=keys.boolean("tie_word_embeddings", default=False),
         dtype=read_dtype(keys),
     )
+
+
+def parse_gguf(keys: Keys, file: GGUFFile, window_keys: int | None) -> ModelSpec:
+    """Source of the keys: the GGUF specification and published files, which leave the layer pattern out.
+
+    Heads are rotated in halves, so rows of q and k are in our order. llama.cpp rounds the ends of YaRN's ramp; the
+    model was made without, and so do we.
+    """
+    layers = keys.integer("gpt-oss.block_count")
+    hidden = keys.integer("gpt-oss.embedding_length")
+    heads = keys.integer("gpt-oss.attention.head_count")
+    head_dim = keys.integer("gpt-oss.attention.key_length", default=64)
+    context_tokens = keys.integer("gpt-oss.context_length")
+    experts, active = keys.integer("gpt-oss.expert_count"), keys.integer("gpt-oss.expert_used_count")
+    if active > experts:
+        raise keys.wrong("gpt-oss.expert_used_count", f"at most {experts}, the number of experts")
+    full = AttentionSpec(
+        heads=heads,
+        kv_heads=keys.integer("gpt-oss.attention.head_count_kv", default=heads),
+        head_dim=head_dim,
+        value_dim=keys.integer("gpt-oss.attention.value_length", default=head_dim),
+        rope=_gguf_rope(keys, head_dim),
+        scale=head_scale(head_dim),
+        sinks=True,
+        qkv_bias="blk.0.attn_q.bias" in file.tensors,
+        output_bias="blk.0.attn_output.bias" in file.tensors,
+    )
+    window = replace(
+        full, window_keys=window_keys if window_keys is not None else keys.integer("gpt-oss.attention.sliding_window")
+    )
+    keys.forbid("gpt-oss.attention.sliding_window_pattern", 2)
+    moe = MoESpec(
+        experts=experts,
+        active=active,
+        width=keys.integer("gpt-oss.expert_feed_forward_length", "gpt-oss.feed_forward_length"),
+        activation=Activation.CLAMPED_SWIGLU,
+        router=Router.SOFTMAX,
+        bias=True,
+    )
+    return ModelSpec(
+        family="gpt_oss",
+        hidden=hidden,
+        vocab=file.vocabulary_rows(),
+        context_tokens=context_tokens,
+        layers=tuple(
+            LayerSpec(attention=window if kind else full, mlp=replace(moe, files=_gguf_files(file, layer)))
+            for layer, kind in enumerate(_alternating(layers))
+        ),
+        norm_eps=keys.number("gpt-oss.attention.layer_norm_rms_epsilon"),
+        tied_embeddings="output.weight" not in file.tensors,
+    )
+
+
+def _gguf_files(file: GGUFFile, layer: int) -> ExpertFiles:
+    """mxfp4 stays if all three matrices of a layer are in it."""
+    found = [file.tensors.get(f"blk.{layer}.ffn_{part}_exps.weight") for part in PROJECTIONS]
+    kinds = {tensor.kind.name for tensor in found if tensor is not None}
+    if "MXFP4" in kinds and len(kinds) > 1:
+        raise StartupError(
+            f"{file.path}: the experts of layer {layer} are partly MXFP4 ({', '.join(sorted(kinds))}), which is not "
+            "supported"
+        )
+    return ExpertFiles.STACKED_MXFP4 if kinds == {"MXFP4"} else ExpertFiles.STACKED
+
+
+def _gguf_rope(keys: Keys, head_dim: int) -> RopeSpec:
+    theta = keys.number("gpt-oss.rope.freq_base", default=THETA)
+    scaling = "gpt-oss.rope.scaling"
+    kind = keys.choice(f"{scaling}.type", allowed={"none": "none", "yarn": "yarn"}, default="yarn")
+    if kind == "none":
+        return RopeSpec(theta=theta, rotary_dim=head_dim)
+    factor = keys.number(f"{scaling}.factor", default=32.0)
+    yarn = YarnSpec(
+        factor=factor,
+        beta_fast=keys.number(f"{scaling}.yarn_beta_fast", default=32.0),
+        beta_slow=keys.number(f"{scaling}.yarn_beta_slow", default=1.0),
+        original_context=keys.integer(f"{scaling}.original_context_length", default=4096),
+        truncate=False,
+    )
+    return RopeSpec(theta=theta, rotary_dim=head_dim, yarn=yarn, attention_factor=magnitude(factor))
 
 
 def _alternating(layers: int) -> list[bool]:
