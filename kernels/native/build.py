@@ -17,7 +17,6 @@ log = logging.getLogger("twinpane.kernels")
 SOURCES = Path(__file__).parent / "csrc"
 FLAGS = (
     "-O3",
-    "-g",
     "-march=native",
     "-fopenmp-simd",
     "-fno-math-errno",

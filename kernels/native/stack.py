@@ -98,6 +98,11 @@ class Context:
     def threads(self) -> int:
         return int(self.lib.tp_threads(self.handle))
 
+    def take_bytes(self) -> int:
+        """Bytes of weights, keys and values that were read since the last call, each once for a product or a block of
+        queries: what a step asks memory for at least."""
+        return int(self.lib.tp_take_bytes(self.handle))
+
     def multiply(self, x: Tensor, matrix: PackedMatrix, bias: Tensor | None = None) -> Tensor:
         """x [R, K] bf16 times matrix [N, K] transposed, plus bias [N] fp32 -> [R, N] fp32."""
         x = x.contiguous()

@@ -24,6 +24,9 @@ EXPORT Context *tp_new(int threads) {
 
 EXPORT int tp_threads(const Context *context) { return context->pool->threads; }
 
+/* Bytes of weights, keys and values read since the last call. */
+EXPORT int64_t tp_take_bytes(Context *context) { return atomic_exchange(&context->bytes, 0); }
+
 EXPORT void tp_free(Context *context) {
     if (context == NULL) return;
     pool_free(context->pool);
@@ -175,6 +178,7 @@ typedef struct {
 static void multiply_all(void *given, int thread) {
     Multiplication *m = given;
     product(&m->product, m->context->pool, &m->counter, (bf16 *)m->spread[thread]);
+    count_bytes(m->context);
 }
 
 /* out [rows, n] fp32 = x [rows, k] bf16 times w. 0 if done, 1 if there was no memory. */

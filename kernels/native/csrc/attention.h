@@ -276,6 +276,7 @@ static void attend_segment(const Shape *shape, const Pages *pages, const int32_t
         for (int j = 0; j < used; j++) {
             const int64_t position = block + j;
             const int seen = position >= lowest && position < end;
+            bytes_read += seen ? (shape->dim + shape->value_dim) * 2 : 0;
             rows_k[j] = seen ? key_at(pages, table, head, position, shape->dim) : NULL;
             rows_v[j] = seen ? value_at(pages, table, head, position, shape->value_dim) : NULL;
         }

@@ -34,6 +34,15 @@ typedef struct {
 INLINE int64_t panels_of(const Matrix *w) { return CEIL_DIV(w->n, PANEL); }
 INLINE int64_t pairs_of(const Matrix *w) { return CEIL_DIV(w->k, 2); }
 
+/* Bytes of weights, keys and values that this thread has asked memory for: what a step must read, not what caches
+ * give again. */
+static _Thread_local int64_t bytes_read;
+
+INLINE int64_t panel_bytes(const Matrix *w) {
+    static const int64_t of_pair[] = {4, 2, 1, 2}; /* by format */
+    return pairs_of(w) * PANEL * of_pair[w->format];
+}
+
 /* ---- inner loops: mr rows x 32 outputs over `pairs` pairs of k ----------------------------------------------- */
 
 #if TP_AVX512
@@ -322,6 +331,7 @@ static void product_panel(const Product *p, int64_t panel, bf16 *scratch) {
     float tile[MAX_ROWS * PANEL], up[MAX_ROWS * PANEL], inner[PANEL];
     const int64_t up_panel = panel + panels_of(w) / 2;
     const bf16 *spread = spread_panel(w, panel, scratch), *spread_up = NULL;
+    bytes_read += panel_bytes(w) * (p->out == OUT_GATED ? 2 : 1);
     if (p->out == OUT_GATED) spread_up = spread_panel(w, up_panel, scratch + pairs_of(w) * PANEL * 2);
     for (int64_t first = 0; first < p->rows;) {
         /* Blocks of nearly the same size: 32 rows are 11 + 11 + 10. */

@@ -93,9 +93,15 @@ typedef struct {
     int64_t expert_starts_have;
     int32_t *expert_starts; /* [experts + 1] */
     int32_t *hit, hit_count; /* experts that have tokens */
+    _Atomic int64_t bytes;   /* see bytes_read */
 } Context;
 
 #define BUFFER(type, name) ((type *)context->buffers[name])
+
+static void count_bytes(Context *context) {
+    atomic_fetch_add(&context->bytes, bytes_read);
+    bytes_read = 0;
+}
 
 /* ---- small operations on rows ----------------------------------------------------------------------------------- */
 
@@ -461,6 +467,7 @@ static void forward(void *given, int thread) {
         norm_row(run.hidden + t * model->hidden, model->final_norm, model->eps, normed, model->hidden);
         row_to_bf16(normed, step->out + t * model->hidden, model->hidden);
     }
+    count_bytes(context);
 }
 
 #include "sampling.h"
