@@ -105,8 +105,13 @@ class Context:
 
     def multiply(self, x: Tensor, matrix: PackedMatrix, bias: Tensor | None = None) -> Tensor:
         """x [R, K] bf16 times matrix [N, K] transposed, plus bias [N] fp32 -> [R, N] fp32."""
+        outputs, inputs = matrix.shape
+        assert x.dtype is torch.bfloat16 and x.shape[1:] == (inputs,), (x.dtype, x.shape, matrix.shape)
+        if bias is not None:
+            assert bias.dtype is torch.float32 and bias.shape == (outputs,), (bias.dtype, bias.shape)
+            bias = bias.contiguous()
         x = x.contiguous()
-        out = torch.empty(x.shape[0], matrix.shape[0], dtype=torch.float32)
+        out = torch.empty(x.shape[0], outputs, dtype=torch.float32)
         struct = matrix.struct()
         failed = self.lib.tp_multiply(
             self.handle, ctypes.byref(struct), _pointer(bias), x.data_ptr(), x.shape[0], out.data_ptr()

@@ -14,7 +14,8 @@
 enum { FORMAT_BF16 = 0, FORMAT_INT8 = 1, FORMAT_MXFP4 = 2, FORMAT_FP8 = 3 };
 
 #define PANEL 32
-#define MAX_ROWS 12       /* rows that one inner loop holds in registers */
+#define MAX_ROWS 10       /* rows that one inner loop holds in registers; more and the compiler spills */
+#define MAX_INT8_ROWS 8
 #define INT8_BLOCK 1024   /* pairs of k after which int32 sums go to fp32: 2 * 8191 * 127 * 1024 < 2^31 */
 #define INT16_LIMIT 8191  /* activations beside int8 weights are rounded to this many steps */
 #define FP8_BLOCK 128
@@ -50,7 +51,7 @@ INLINE int64_t panel_bytes(const Matrix *w) {
 INLINE void inner_bf16(const int mr, int64_t pairs, const void *const *x, const void *w, float *tile, int64_t ld,
                        int add) {
     __m512 sum[MAX_ROWS][2];
-#pragma GCC unroll 12
+#pragma GCC unroll 10
     for (int i = 0; i < mr; i++) {
         sum[i][0] = add ? _mm512_loadu_ps(tile + i * ld) : _mm512_setzero_ps();
         sum[i][1] = add ? _mm512_loadu_ps(tile + i * ld + 16) : _mm512_setzero_ps();
@@ -60,14 +61,14 @@ INLINE void inner_bf16(const int mr, int64_t pairs, const void *const *x, const 
         __m512bh low = (__m512bh)_mm512_loadu_si512(panel), high = (__m512bh)_mm512_loadu_si512(panel + 64);
         if (mr <= 2) _mm_prefetch(panel + 2048, _MM_HINT_T0), _mm_prefetch(panel + 2112, _MM_HINT_T0);
         panel += 128;
-#pragma GCC unroll 12
+#pragma GCC unroll 10
         for (int i = 0; i < mr; i++) {
             __m512bh both = (__m512bh)_mm512_set1_epi32(((const int32_t *)x[i])[pair]);
             sum[i][0] = _mm512_dpbf16_ps(sum[i][0], both, low);
             sum[i][1] = _mm512_dpbf16_ps(sum[i][1], both, high);
         }
     }
-#pragma GCC unroll 12
+#pragma GCC unroll 10
     for (int i = 0; i < mr; i++) {
         _mm512_storeu_ps(tile + i * ld, sum[i][0]);
         _mm512_storeu_ps(tile + i * ld + 16, sum[i][1]);
@@ -77,7 +78,7 @@ INLINE void inner_bf16(const int mr, int64_t pairs, const void *const *x, const 
 INLINE void inner_int8(const int mr, int64_t pairs, const void *const *x, const void *w, float *tile, int64_t ld,
                        int add) {
     __m512i sum[MAX_ROWS][2];
-#pragma GCC unroll 12
+#pragma GCC unroll 10
     for (int i = 0; i < mr; i++) sum[i][0] = sum[i][1] = _mm512_setzero_si512();
     const char *panel = w;
     for (int64_t pair = 0; pair < pairs; pair++) {
@@ -85,14 +86,14 @@ INLINE void inner_int8(const int mr, int64_t pairs, const void *const *x, const 
         __m512i high = _mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i *)(panel + 32)));
         if (mr <= 2) _mm_prefetch(panel + 1024, _MM_HINT_T0);
         panel += 64;
-#pragma GCC unroll 12
+#pragma GCC unroll 10
         for (int i = 0; i < mr; i++) {
             __m512i both = _mm512_set1_epi32(((const int32_t *)x[i])[pair]);
             sum[i][0] = _mm512_dpwssd_epi32(sum[i][0], both, low);
             sum[i][1] = _mm512_dpwssd_epi32(sum[i][1], both, high);
         }
     }
-#pragma GCC unroll 12
+#pragma GCC unroll 10
     for (int i = 0; i < mr; i++)
         for (int half = 0; half < 2; half++) {
             float *at = tile + i * ld + 16 * half;
@@ -147,9 +148,7 @@ INLINE void inner_int8(const int mr, int64_t pairs, const void *const *x, const 
         case 7: call(7); break;                                                                                       \
         case 8: call(8); break;                                                                                       \
         case 9: call(9); break;                                                                                       \
-        case 10: call(10); break;                                                                                     \
-        case 11: call(11); break;                                                                                     \
-        default: call(12); break;                                                                                     \
+        default: call(10); break;                                                                                     \
     }
 
 static void multiply_bf16(int rows, int64_t pairs, const void *const *x, const void *w, float *tile, int64_t ld,
@@ -330,13 +329,14 @@ static void product_panel(const Product *p, int64_t panel, bf16 *scratch) {
     const int64_t width = MIN(PANEL, w->n - first_out);
     float tile[MAX_ROWS * PANEL], up[MAX_ROWS * PANEL], inner[PANEL];
     const int64_t up_panel = panel + panels_of(w) / 2;
+    const int64_t most = w->format == FORMAT_INT8 ? MAX_INT8_ROWS : MAX_ROWS;
     const bf16 *spread = spread_panel(w, panel, scratch), *spread_up = NULL;
     bytes_read += panel_bytes(w) * (p->out == OUT_GATED ? 2 : 1);
     if (p->out == OUT_GATED) spread_up = spread_panel(w, up_panel, scratch + pairs_of(w) * PANEL * 2);
     for (int64_t first = 0; first < p->rows;) {
-        /* Blocks of nearly the same size: 32 rows are 11 + 11 + 10. */
+        /* Blocks of nearly the same size: 32 rows are 4 times 8. */
         const int64_t left = p->rows - first;
-        const int rows = (int)CEIL_DIV(left, CEIL_DIV(left, MAX_ROWS));
+        const int rows = (int)CEIL_DIV(left, CEIL_DIV(left, most));
         multiply_panel(w, panel, spread, &p->x, first, rows, tile);
         if (p->bias) add_bias(tile, rows, p->bias, first_out, width);
         if (p->out == OUT_GATED) {
@@ -381,7 +381,8 @@ static float row_to_int16(const float *source, int16_t *target, int64_t count) {
         largest = size > largest ? size : largest;
         poison += source[i] * 0.0f;
     }
-    if (poison != 0.0f || !(largest > 0.0f)) {
+    /* Of much smaller numbers the inverse below would be infinite. */
+    if (poison != 0.0f || !(largest > 1e-30f)) {
         memset(target, 0, (size_t)count * 2);
         return poison;
     }
