@@ -74,7 +74,7 @@ class GGUFTensor:
         """
         halves = self._mxfp4_blocks(start, stop)[..., 1:]
         columns = np.concatenate((halves & 15, halves >> 4), -1)
-        codes = columns[..., ::2] | columns[..., 1::2] << 4
+        codes: np.ndarray = columns[..., ::2] | columns[..., 1::2] << 4
         return codes.reshape(*codes.shape[:-2], -1)
 
     def mxfp4_scales(self, start: int = 0, stop: int | None = None) -> np.ndarray:
