@@ -130,7 +130,8 @@ async def measure(asked: argparse.Namespace, *, depth: int, at_once: bool = Fals
 
     for stream in range(asked.streams):
         submit(f"stream {stream}", asked.tokens)
-    rng, first_token_s = random.Random(0), []
+    rng = random.Random(0)
+    first_token_s: list[float] = []
     drained = asyncio.create_task(engine.drained())
     while not drained.done():
         await asyncio.sleep(asked.step_ms / 1e3 * rng.uniform(5, 15))
