@@ -27,7 +27,7 @@ from tqdm import tqdm
 
 from bench.load import Answer, Client, Prompts, open_session
 from bench.machine import LoadMeter
-from bench.peers import PEERS, SAMPLINGS, Running, running
+from bench.peers import PEERS, SAMPLINGS, Running, end_servers_when_terminated, running
 from bench.results import BUSY_CORES
 from bench.weights import Weights, prepare
 from server import assemble
@@ -174,4 +174,5 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
+    end_servers_when_terminated()
     sys.exit(main(sys.argv[1:]))

@@ -211,6 +211,11 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+def end_servers_when_terminated() -> None:
+    """SIGTERM unwinds the stack as Ctrl-C does, so that no server is left behind."""
+    signal.signal(signal.SIGTERM, lambda signum, frame: sys.exit(128 + signum))
+
+
 @contextlib.contextmanager
 def running(peer: Peer, weights: Weights, *, cache: Path, threads: int) -> Iterator[Running]:
     """The server, started and ready; its whole process group is gone at the end. CouldNotRun says why it is not."""
@@ -225,7 +230,12 @@ def running(peer: Peer, weights: Weights, *, cache: Path, threads: int) -> Itera
         started_s = time.monotonic()
         # A group, so that its children end with it, but no session of its own: Linux shares processors out by session,
         # so on a busy machine it would have more of them than what is measured inside this process.
-        process = subprocess.Popen(command, cwd=ROOT, stdout=out, stderr=out, env=clean | variables, process_group=0)
+        try:
+            process = subprocess.Popen(
+                command, cwd=ROOT, stdout=out, stderr=out, env=clean | variables, process_group=0
+            )
+        except OSError as error:
+            raise CouldNotRun(f"{command[0]}: {error.strerror}") from error
     try:
         url = f"http://127.0.0.1:{place.port}/v1"
         while not _answers(f"{url}/models"):

@@ -62,6 +62,10 @@ def row_name(metric: str) -> str:
     return {"ready": "start to ready, s", "first-token": "start to first token, s", "peak-rss": "peak RSS, GiB"}[kind]
 
 
+KINDS = ("single", "concurrent", "ttft", "ready", "first", "peak")
+"""What a metric's name begins with, in the order of the rows."""
+
+
 def number(value: float) -> str:
     """Three digits, and no more than the measurement has."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
@@ -91,12 +95,18 @@ def _machine(results: Results) -> list[str]:
 
 
 def metrics_of(results: Results, model: str) -> list[str]:
-    """In the order of measuring, the ones that only failed included."""
-    found = [each.metric for each in results.repeats if each.model == model]
-    found += [each.metric for each in results.missing if each.model == model and each.metric is not None]
-    last = ("ready", "first-token", "peak-rss")
-    unique = list(dict.fromkeys(found))
-    return [metric for metric in unique if metric not in last] + [metric for metric in last if metric in unique]
+    """In the order of the table, the ones that only failed included."""
+    found = {each.metric for each in results.repeats if each.model == model}
+    found |= {each.metric for each in results.missing if each.model == model and each.metric is not None}
+
+    def place(metric: str) -> tuple[int, str, int]:
+        kind, _, detail = metric.partition("/")
+        name, _, streams = kind.partition("-")
+        if name == "ttft":
+            return KINDS.index(name), "", int(detail)
+        return KINDS.index(name), detail, int(streams) if streams.isdigit() else 0
+
+    return sorted(found, key=place)
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
@@ -172,11 +182,16 @@ def _share_of_ceiling(results: Results, model: str) -> list[str]:
 
 
 def _missing(results: Results, model: str) -> list[str]:
-    missing = [each for each in results.missing if each.model == model]
-    if not missing:
+    """One line for each server and reason."""
+    what: dict[tuple[str, str], list[str]] = {}
+    for each in results.missing:
+        if each.model == model:
+            rows = what.setdefault((each.peer, each.reason), [])
+            rows += [] if each.metric is None else [row_name(each.metric).rpartition(",")[0]]
+    if not what:
         return []
-    lines = ["Missing:", ""]
-    for each in missing:
-        what = "" if each.metric is None else f", {row_name(each.metric)}"
-        lines.append(f"- {PEERS[each.peer].label}{what}: {each.reason}")
-    return [*lines, ""]
+    lines = [
+        " ".join([f"- {PEERS[peer].label}", *([f"({'; '.join(rows)})"] if rows else [])]) + f": {reason}"
+        for (peer, reason), rows in what.items()
+    ]
+    return ["Missing:", "", *lines, ""]

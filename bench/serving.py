@@ -29,7 +29,7 @@ from bench import plot, report
 from bench.environments import ENVIRONMENTS, ROOT, CouldNotRun
 from bench.load import Client, Prompts, RequestFailed, open_session
 from bench.machine import cpu_model, tree_peak_rss_bytes
-from bench.peers import PEERS, SAMPLINGS, Peer, Running, running
+from bench.peers import PEERS, SAMPLINGS, Peer, Running, end_servers_when_terminated, running
 from bench.results import Cost, Missing, Repeat, Results
 from bench.sections import QUICK, SECTIONS, Sizes, first_token_s, measure, tasks, warm_up
 from bench.weights import Weights, prepare
@@ -234,4 +234,8 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    end_servers_when_terminated()
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except KeyboardInterrupt:
+        sys.exit(130)

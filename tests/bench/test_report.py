@@ -88,7 +88,22 @@ def test_a_single_measurement_that_failed_is_named() -> None:
     run.missing.append(Missing(model="tiny", peer="ours", metric="ttft/6000", reason="HTTP 500"))
     text = report.markdown(run)
     assert row(text, "cold TTFT, 6,000 tokens, s")[1] == "-"
-    assert "- Twinpane bf16, cold TTFT, 6,000 tokens, s: HTTP 500" in text
+    assert "- Twinpane bf16 (cold TTFT, 6,000 tokens): HTTP 500" in text
+
+
+def test_what_is_missing_for_one_reason_is_one_line() -> None:
+    run = found({"llamacpp": {"ttft/6000": 1.0}})
+    for streams in (8, 16):
+        metric = f"concurrent-{streams}/greedy"
+        run.missing.append(Missing(model="tiny", peer="llamacpp", metric=metric, reason="one at a time"))
+    text = report.markdown(run)
+    assert "- llama.cpp bf16 (8 streams, greedy; 16 streams, greedy): one at a time" in text
+
+
+def test_rows_stand_in_one_order_whatever_was_measured_first() -> None:
+    metrics = ["ready", "ttft/6000", "concurrent-16/greedy", "ttft/2000", "concurrent-8/greedy", "single/sampled"]
+    run = found({"ours": dict.fromkeys(metrics, 1.0)})
+    assert report.metrics_of(run, "tiny") == [metrics[i] for i in (5, 4, 2, 3, 1, 0)]
 
 
 def test_the_median_is_of_the_quiet_repeats() -> None:
