@@ -17,14 +17,14 @@ def answer(*stamps_s: float, tokens: int | None = None) -> Answer:
 
 
 def test_only_the_time_in_which_all_streams_decode_is_counted() -> None:
-    early = answer(*[float(at) for at in range(0, 11)])
+    early = answer(*[float(at) for at in range(11)])
     late = answer(*[float(at) for at in range(6, 21)])
     # From 6, the late one's first token, to 10, the early one's last: four tokens of each.
     assert steady_tokens_per_s([early, late]) == pytest.approx(8 / 4)
 
 
 def test_chunks_count_with_the_tokens_that_they_hold() -> None:
-    in_pairs = answer(*[float(at) for at in range(0, 11)], tokens=22)
+    in_pairs = answer(*[float(at) for at in range(11)], tokens=22)
     assert steady_tokens_per_s([in_pairs]) == pytest.approx(2.0)
 
 
