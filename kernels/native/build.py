@@ -6,6 +6,7 @@ import hashlib
 import logging
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import tempfile
@@ -29,6 +30,7 @@ FLAGS = (
 )
 WIDE_FLAGS = ("-mprefer-vector-width=512",)
 TIMEOUT_S = 120
+DIGEST_BYTES = 32
 
 
 class BuildError(Exception):
@@ -36,28 +38,23 @@ class BuildError(Exception):
 
 
 def build(cache: Path, defines: Sequence[str] = ()) -> Path:
-    """The path of the compiled library under `cache`, compiled now if it is not there. Torch-free.
+    """The path of the compiled library under `cache`, compiled now if it is not there whole. Torch-free.
 
-    Two processes that compile at once do no harm: each writes a file of its own and renames it.
-    Raises BuildError.
+    The environment's CC may have arguments ("ccache gcc"). Two processes that compile at once do no harm: each writes a
+    file of its own and renames it. Raises BuildError.
     """
-    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("cc")
-    if not compiler or shutil.which(compiler) is None:
-        raise BuildError("no C compiler: install gcc, or set CC")
+    compiler = _compiler()
     target = cache / f"kernels-{_key(compiler, defines)}.so"
-    if target.is_file():
-        return target
     try:
+        if _is_whole(target):
+            return target
         cache.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=cache, prefix=".build-") as folder:
             output = Path(folder) / target.name
-            flags = [*FLAGS, *(WIDE_FLAGS if platform.machine() in ("x86_64", "AMD64") else ())]
-            command = [compiler, *flags, *(f"-D{name}" for name in defines)]
-            command += [str(SOURCES / "stack.c"), "-o", str(output), "-lm"]
-            done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
-            if done.returncode != 0:
-                first = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr.strip()[:200])
-                raise BuildError(f"{compiler} failed: {first}")
+            _compile(compiler, defines, output)
+            code = output.read_bytes()
+            with output.open("ab") as file:
+                file.write(hashlib.sha256(code).digest())
             os.replace(output, target)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise BuildError(f"cannot compile into {cache}: {error}") from error
@@ -65,19 +62,60 @@ def build(cache: Path, defines: Sequence[str] = ()) -> Path:
     return target
 
 
-def _key(compiler: str, defines: Sequence[str]) -> str:
-    parts = [compiler, _version(compiler), _processor(), *FLAGS, *WIDE_FLAGS, *defines]
+def _compiler() -> list[str]:
+    """The command to which arguments are added."""
+    wanted = os.environ.get("CC", "").strip()
+    try:
+        command = shlex.split(wanted) or ["gcc" if shutil.which("gcc") else "cc"]
+    except ValueError as error:
+        raise BuildError(f"CC={wanted}: {error}") from error
+    if shutil.which(command[0]) is None:
+        asked = f"CC={wanted} is not there" if wanted else "no C compiler"
+        raise BuildError(f"{asked}: install gcc, or set CC")
+    return command
+
+
+def _compile(compiler: Sequence[str], defines: Sequence[str], output: Path) -> None:
+    flags = [*FLAGS, *(WIDE_FLAGS if platform.machine() in ("x86_64", "AMD64") else ())]
+    command = [
+        *compiler,
+        *flags,
+        *(f"-D{name}" for name in defines),
+        str(SOURCES / "stack.c"),
+        "-o",
+        str(output),
+        "-lm",
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=TIMEOUT_S, check=False)
+    if done.returncode != 0:
+        lines = done.stderr.strip().splitlines()
+        first = next((line for line in lines if "error" in line), lines[0] if lines else f"status {done.returncode}")
+        raise BuildError(f"{shlex.join(compiler)} failed: {first.strip()[:300]}")
+
+
+def _is_whole(path: Path) -> bool:
+    """Whether the file ends in its own digest: to load a library that was cut short would end the process."""
+    if not path.is_file():
+        return False
+    code = path.read_bytes()
+    return hashlib.sha256(code[:-DIGEST_BYTES]).digest() == code[-DIGEST_BYTES:]
+
+
+def _key(compiler: Sequence[str], defines: Sequence[str]) -> str:
+    parts = [*compiler, _version(compiler), _processor(), *FLAGS, *WIDE_FLAGS, *defines]
     digest = hashlib.sha256("\0".join(parts).encode())
     for source in sorted(SOURCES.iterdir()):
-        digest.update(source.name.encode() + b"\0" + source.read_bytes())
+        if source.suffix in (".c", ".h"):
+            digest.update(source.name.encode() + b"\0" + source.read_bytes())
     return digest.hexdigest()[:20]
 
 
-def _version(compiler: str) -> str:
+def _version(compiler: Sequence[str]) -> str:
     try:
-        return subprocess.run([compiler, "-dumpfullversion"], capture_output=True, text=True, timeout=10).stdout.strip()
+        done = subprocess.run([*compiler, "--version"], capture_output=True, text=True, errors="replace", timeout=10)
+        return done.stdout.strip()
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise BuildError(f"{compiler} does not run: {error}") from error
+        raise BuildError(f"{shlex.join(compiler)} does not run: {error}") from error
 
 
 def _processor() -> str:

@@ -59,6 +59,7 @@ class NativeKernels(ReferenceKernels):
     def choose(self, logits: Tensor, draws: Sequence[Draw]) -> list[int]:
         """The next token of each row of logits [R, N] fp32; -1 where they are not finite."""
         rows, vocab = logits.shape
+        assert logits.dtype is torch.float32 and len(draws) == rows, (logits.dtype, rows, len(draws))
         logits = logits.contiguous()
         structs = (library.Draw * rows)(*(library.Draw(d.temperature, d.top_p, d.min_p, d.top_k, d.key) for d in draws))
         tokens = (ctypes.c_int64 * rows)()

@@ -106,7 +106,7 @@ def pack(matrix: Matrix, *, int8: bool = False) -> PackedMatrix:
         raise TypeError(type(matrix).__name__)
     if int8:
         wide = matrix.float()
-        largest = wide.abs().amax(-1).clamp(min=1e-30)
+        largest = wide.abs().amax(-1).clamp(min=1e-35)
         codes = torch.round(wide * (INT8_STEPS / largest)[..., None]).to(torch.int8)
         return PackedMatrix(
             shape=matrix.shape,

@@ -1,0 +1,185 @@
+"""The library is compiled once for each compiler, processor and set of sources; what cannot be compiled says why."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from kernels.native import build as building
+from kernels.native import library
+from kernels.native.build import BuildError, build
+from kernels.native.kernels import NativeKernels
+
+FakeCompiler = Callable[..., Path]
+
+
+@pytest.fixture
+def fake_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeCompiler:
+    """A compiler of a few lines of shell becomes CC: it copies a library, or does what `body` says."""
+
+    def make(body: str = 'printf library > "$out"', version: str = "fake 1.0") -> Path:
+        script = tmp_path / "fakecc"
+        script.write_text(
+            "#!/bin/sh\n"
+            f'[ "$1" = --version ] && {{ echo "{version}"; exit 0; }}\n'
+            f'echo "$@" >> {tmp_path}/calls\n'
+            'while [ $# -gt 0 ]; do [ "$1" = -o ] && out="$2"; shift; done\n'
+            f"{body}\n"
+        )
+        script.chmod(0o755)
+        monkeypatch.setenv("CC", str(script))
+        return script
+
+    return make
+
+
+def calls(tmp_path: Path) -> list[str]:
+    file = tmp_path / "calls"
+    return file.read_text().splitlines() if file.exists() else []
+
+
+def test_a_second_start_compiles_nothing(tmp_path: Path, fake_compiler: FakeCompiler) -> None:
+    fake_compiler()
+    first = build(tmp_path / "cache")
+    assert build(tmp_path / "cache") == first
+    assert len(calls(tmp_path)) == 1
+    assert [path.name for path in (tmp_path / "cache").iterdir()] == [first.name]
+
+
+def test_another_define_compiler_processor_or_source_makes_another_file(
+    tmp_path: Path, fake_compiler: FakeCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = tmp_path / "cache"
+    script = fake_compiler()
+    made = [build(cache), build(cache, ("TP_PORTABLE",))]
+    assert "-DTP_PORTABLE" in calls(tmp_path)[1]
+    fake_compiler(version="fake 2.0")
+    made.append(build(cache))
+    monkeypatch.setenv("CC", f"{script} -m32")
+    made.append(build(cache))
+    assert calls(tmp_path)[3].startswith("-m32 ")
+    monkeypatch.setattr(building, "_processor", lambda: "flags : another")
+    made.append(build(cache))
+    sources = tmp_path / "csrc"
+    shutil.copytree(building.SOURCES, sources)
+    monkeypatch.setattr(building, "SOURCES", sources)
+    assert build(cache) == made[-1]
+    (sources / "gemm.h").write_text((sources / "gemm.h").read_text() + "\n")
+    made.append(build(cache))
+    assert len(set(made)) == len(made)
+
+
+@pytest.mark.parametrize("damage", [b"", b"\x7fELF", None])
+def test_a_damaged_file_in_the_cache_is_compiled_anew(
+    tmp_path: Path, fake_compiler: FakeCompiler, damage: bytes | None
+) -> None:
+    """Empty, another file, or cut short as a full disk or a power cut leaves it: to load that would be a crash."""
+    fake_compiler()
+    target = build(tmp_path / "cache")
+    whole = target.read_bytes()
+    target.write_bytes(whole[:-1] if damage is None else damage)
+    assert build(tmp_path / "cache") == target
+    assert target.read_bytes() == whole
+    assert len(calls(tmp_path)) == 2
+
+
+def test_no_compiler_is_said_with_what_helps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(BuildError, match="no C compiler: install gcc, or set CC"):
+        build(tmp_path)
+    monkeypatch.setenv("CC", "no-such-compiler -O2")
+    with pytest.raises(BuildError, match="CC=no-such-compiler -O2 is not there: install gcc"):
+        build(tmp_path)
+    monkeypatch.setenv("CC", 'gcc "')
+    with pytest.raises(BuildError, match="No closing quotation"):
+        build(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ("echo 'note: x\nstack.c:1: error: unknown thing' >&2; exit 1", "stack.c:1: error: unknown thing"),
+        ("echo 'cc1: out of memory' >&2; exit 1", "cc1: out of memory"),
+        ("printf 'Fehler \\344\\n' >&2; exit 4", "Fehler"),
+        ("exit 3", "status 3"),
+        ("exit 0", "cannot compile into"),
+        ("kill -9 $$", "status -9"),
+    ],
+)
+def test_a_compiler_that_fails_is_reported_in_one_line_and_leaves_nothing(
+    tmp_path: Path, fake_compiler: FakeCompiler, body: str, said: str
+) -> None:
+    fake_compiler(body)
+    with pytest.raises(BuildError) as raised:
+        build(tmp_path / "cache")
+    assert said in str(raised.value)
+    assert "\n" not in str(raised.value)
+    assert list((tmp_path / "cache").iterdir()) == []
+
+
+def test_a_compiler_that_never_ends_is_not_waited_for_for_ever(
+    tmp_path: Path, fake_compiler: FakeCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake_compiler("exec sleep 60")
+    monkeypatch.setattr(building, "TIMEOUT_S", 0.2)
+    with pytest.raises(BuildError, match="timed out"):
+        build(tmp_path / "cache")
+
+
+def test_a_cache_that_cannot_be_written_is_reported(tmp_path: Path, fake_compiler: FakeCompiler) -> None:
+    fake_compiler()
+    (tmp_path / "file").write_text("")
+    with pytest.raises(BuildError, match="cannot compile into"):
+        build(tmp_path / "file")
+    with pytest.raises(BuildError, match="cannot compile into"):
+        build(tmp_path / "file" / "below")
+    if os.geteuid() != 0:  # who may do anything is never refused
+        (tmp_path / "closed").mkdir(mode=0o500)
+        with pytest.raises(BuildError, match="cannot compile into"):
+            build(tmp_path / "closed")
+
+
+def test_what_compiles_and_is_no_library_of_ours_is_a_build_error(tmp_path: Path, fake_compiler: FakeCompiler) -> None:
+    fake_compiler()
+    with pytest.raises(BuildError, match="cannot load"):
+        NativeKernels(tmp_path / "cache")
+
+
+def test_two_processes_that_compile_at_once_both_get_the_library(tmp_path: Path) -> None:
+    """The real compiler, as two servers started together would run it."""
+    if shutil.which("gcc") is None:
+        pytest.skip("no gcc")
+    program = (
+        "import sys\nfrom pathlib import Path\nfrom kernels.native import build as b, library\n"
+        "b.FLAGS = tuple('-O0' if f == '-O3' else f for f in b.FLAGS)\n"
+        "print(library.load(b.build(Path(sys.argv[1]), ('TP_PORTABLE',))).tp_has_avx512())"
+    )
+    root = Path(__file__).parents[2]
+    command = [sys.executable, "-c", program, str(tmp_path)]
+    running = [subprocess.Popen(command, cwd=root, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    assert [process.communicate(timeout=120)[0].strip() for process in running] == ["0", "0"]
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_the_structs_of_python_and_c_have_the_same_sizes(library_path: Path) -> None:
+    lib = library.load(library_path)
+    assert lib.tp_struct_bytes(-1) == lib.tp_struct_bytes(6) == -1
+    assert lib.tp_has_avx512() in (0, 1)
+
+
+def test_compiling_is_logged_once(
+    tmp_path: Path, fake_compiler: FakeCompiler, caplog: pytest.LogCaptureFixture
+) -> None:
+    fake_compiler()
+    with caplog.at_level(logging.INFO, "twinpane.kernels"):
+        build(tmp_path / "cache")
+        build(tmp_path / "cache")
+    assert len(caplog.records) == 1
