@@ -158,6 +158,7 @@ class Stack:
             layer_count=len(layers),
             rope_count=len(ropes),
         )
+        self._finalizer = weakref.finalize(self, _wait_until_unread, context)
 
     def forward(self, tokens: Tensor, rows: StepRows, tables: Sequence[Tensor]) -> Tensor:
         """tokens [T] int64 -> hidden [T, M] bf16 after the final norm. tables: page tables [slots, pages] int32.
@@ -254,6 +255,10 @@ class Stack:
         wide = tensor.float().contiguous()
         self._kept.append(wide)
         return wide.data_ptr()
+
+
+def _wait_until_unread(context: Context) -> None:
+    context.lib.tp_quiet(context.handle)
 
 
 def _pointer(tensor: Tensor | None) -> int | None:

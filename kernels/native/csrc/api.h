@@ -14,6 +14,7 @@ EXPORT Context *tp_new(int threads) {
     Context *context = calloc(1, sizeof(Context));
     if (context == NULL) return NULL;
     fill_tables();
+    pthread_mutex_init(&context->one_at_a_time, NULL);
     context->pool = pool_new(threads);
     if (context->pool == NULL) {
         free(context);
@@ -26,6 +27,9 @@ EXPORT int tp_threads(const Context *context) { return context->pool->threads; }
 
 /* Bytes of weights, keys and values read since the last call. */
 EXPORT int64_t tp_take_bytes(Context *context) { return atomic_exchange(&context->bytes, 0); }
+
+/* Wait until no thread looks at a model any more. */
+EXPORT void tp_quiet(Context *context) { quiet(context->pool); }
 
 EXPORT void tp_free(Context *context) {
     if (context == NULL) return;
@@ -40,11 +44,13 @@ EXPORT void tp_free(Context *context) {
 /* ---- work space ------------------------------------------------------------------------------------------------- */
 
 static int want(Context *context, int buffer, int64_t bytes) {
+    if (bytes > context->have[buffer]) quiet(context->pool);
     context->buffers[buffer] = grow(context->buffers[buffer], &context->have[buffer], MAX(bytes, TP_PAD));
     return context->buffers[buffer] != NULL;
 }
 
-static int prepare_memory(Context *context, int64_t tokens) {
+static int prepare_memory(Context *context, const Step *step) {
+    const int64_t tokens = step->tokens;
     const Model *model = context->model;
     const int64_t hidden = model->hidden;
     int64_t qkv = 0, queries = 0, values = 0, inner = 0, two_inner = 0, multiplied = hidden, rotary = 0, experts = 0;
@@ -73,8 +79,7 @@ static int prepare_memory(Context *context, int64_t tokens) {
     if (model->head.format >= FORMAT_MXFP4) spread = MAX(spread, 2 * PANEL * (model->head.k + 1));
     for (int32_t r = 0; r < model->rope_count; r++) rotary += model->ropes[r].dim;
     int64_t keys = 0;
-    for (int64_t row = 0; row < context->step->rows; row++)
-        keys = MAX(keys, context->step->starts[row] + context->step->counts[row]);
+    for (int64_t row = 0; row < step->rows; row++) keys = MAX(keys, step->starts[row] + step->counts[row]);
     const int64_t segments = keys / SEGMENT + 2, pieces = 2 * context->pool->threads;
     int ok = want(context, B_HIDDEN, tokens * hidden * 4) && want(context, B_OTHER_HIDDEN, tokens * hidden * 4) &&
              want(context, B_X, tokens * (multiplied + 1) * 2) &&
@@ -83,7 +88,8 @@ static int prepare_memory(Context *context, int64_t tokens) {
              want(context, B_ATTENDED, tokens * values * 4) && want(context, B_INNER, tokens * inner * 4) &&
              want(context, B_OUT, tokens * hidden * 4) && want(context, B_ROTARY, tokens * rotary * 4) &&
              want(context, B_ROW_OF, tokens * 4) && want(context, B_POSITION, tokens * 8) &&
-             want(context, B_COUNTERS, (int64_t)model->layer_count * OPS_PER_LAYER * sizeof(Counter)) &&
+             want(context, B_ROWS, step->rows * 3 * 8) &&
+             reserve_ops(context->pool, (int64_t)model->layer_count * OPS_PER_LAYER + 2) &&
              want(context, B_PARTIAL, segments * pieces * partial * 4) &&
              want(context, B_NORMED, (experts ? tokens : 0) * hidden * 4) &&
              want(context, B_ROUTER, tokens * experts * 4) && want(context, B_CHOSEN, tokens * active * 4) &&
@@ -93,11 +99,13 @@ static int prepare_memory(Context *context, int64_t tokens) {
     context->own_x = CEIL_DIV(spread * 2, TP_PAD) * TP_PAD;
     context->own_attention = context->own_x + CEIL_DIV(FEW * (hidden + 1) * 2 + FEW * 8, TP_PAD) * TP_PAD;
     for (int thread = 0; ok && thread < context->pool->threads; thread++) {
+        if (context->own_attention + attention > context->own_have[thread]) quiet(context->pool);
         context->own[thread] =
             grow(context->own[thread], &context->own_have[thread], context->own_attention + attention);
         ok = context->own[thread] != NULL;
     }
     if (ok && experts > context->expert_starts_have) {
+        quiet(context->pool);
         free(context->expert_starts);
         context->expert_starts = malloc((size_t)(2 * experts + 1) * 4);
         context->expert_starts_have = context->expert_starts ? experts : 0;
@@ -108,14 +116,13 @@ static int prepare_memory(Context *context, int64_t tokens) {
 }
 
 static int most_keys_first(const void *a, const void *b) {
-    const int64_t left = ((const QueryBlock *)a)->keys, right = ((const QueryBlock *)b)->keys;
-    return left < right ? 1 : left > right ? -1 : 0;
+    const QueryBlock *left = a, *right = b;
+    const int64_t more = right->start + right->count, less = left->start + left->count;
+    return less < more ? 1 : less > more ? -1 : 0;
 }
 
 /* Cut rows into blocks of queries, the longest work first. */
-static int cut_blocks(Context *context) {
-    const Step *step = context->step;
-    context->group_count = MAX(context->group_count, 0);
+static int cut_blocks(Context *context, const Step *step) {
     int used = 0;
     for (int32_t i = 0; i < context->model->layer_count; i++) {
         const Shape *shape = &context->model->layers[i].shape;
@@ -129,10 +136,12 @@ static int cut_blocks(Context *context) {
         blocks->group = group;
         blocks->count = 0;
         const int64_t per_block = MAX(1, QUERY_ROWS / group);
+        int64_t token = 0;
         for (int64_t row = 0; row < step->rows; row++) {
             const int64_t pieces = CEIL_DIV(step->counts[row], per_block);
             if (blocks->count + pieces > blocks->have) {
                 const int64_t have = 2 * (blocks->count + pieces) + 64;
+                quiet(context->pool);
                 QueryBlock *more = realloc(blocks->blocks, (size_t)have * sizeof(QueryBlock));
                 if (more == NULL) return 0;
                 blocks->blocks = more;
@@ -141,82 +150,100 @@ static int cut_blocks(Context *context) {
             for (int64_t first = 0; first < step->counts[row]; first += per_block) {
                 const int32_t count = (int32_t)MIN(per_block, step->counts[row] - first);
                 blocks->blocks[blocks->count++] =
-                    (QueryBlock){(int32_t)row, (int32_t)first, count, step->starts[row] + first + count};
+                    (QueryBlock){(int32_t)row, count, token + first, step->starts[row] + first};
             }
+            token += step->counts[row];
         }
         qsort(blocks->blocks, (size_t)blocks->count, sizeof(QueryBlock), most_keys_first);
     }
     return 1;
 }
 
+_Static_assert(sizeof(ForwardJob) <= JOB_BYTES && sizeof(Product) + sizeof(Matrix) + 64 <= JOB_BYTES, "too long a job");
+
 /* ---- a step ----------------------------------------------------------------------------------------------------- */
 
-/* 0 if done, 1 if there was no memory. */
-EXPORT int tp_forward(Context *context, const Model *model, const Step *step) {
-    context->model = model;
-    context->step = step;
-    if (!prepare_memory(context, step->tokens) || !cut_blocks(context)) return 1;
-    memset(context->buffers[B_COUNTERS], 0, (size_t)model->layer_count * OPS_PER_LAYER * sizeof(Counter));
+static int prepare_step(Context *context, Step *step) {
+    if (!prepare_memory(context, step) || !cut_blocks(context, step)) return 0;
     int64_t t = 0;
     for (int64_t row = 0; row < step->rows; row++)
         for (int64_t i = 0; i < step->counts[row]; i++, t++) {
             BUFFER(int32_t, B_ROW_OF)[t] = (int32_t)row;
             BUFFER(int64_t, B_POSITION)[t] = step->starts[row] + i;
         }
-    pool_run(context->pool, forward, context);
-    return 0;
+    int64_t *rows = BUFFER(int64_t, B_ROWS);
+    memcpy(rows, step->slots, (size_t)step->rows * 8);
+    memcpy(rows + step->rows, step->starts, (size_t)step->rows * 8);
+    memcpy(rows + 2 * step->rows, step->counts, (size_t)step->rows * 8);
+    step->slots = rows, step->starts = rows + step->rows, step->counts = rows + 2 * step->rows;
+    return 1;
+}
+
+/* 0 if done, 1 if there was no memory. */
+EXPORT int tp_forward(Context *context, const Model *model, const Step *step) {
+    pthread_mutex_lock(&context->one_at_a_time);
+    if (context->model != model) quiet(context->pool);
+    context->model = model;
+    ForwardJob job = {context, *step};
+    const int ok = prepare_step(context, &job.step);
+    if (ok)
+        pool_run(context->pool, forward, &job, sizeof(job), (int64_t)model->layer_count * OPS_PER_LAYER + 2);
+    pthread_mutex_unlock(&context->one_at_a_time);
+    return !ok;
 }
 
 typedef struct {
     Context *context;
+    Matrix w;
     Product product;
-    Counter counter;
-    const float *from;
-    char *spread[MAX_THREADS];
-} Multiplication;
+    char *spread; /* threads pieces of spread_bytes */
+    int64_t spread_bytes;
+} ProductJob;
 
-static void multiply_all(void *given, int thread) {
-    Multiplication *m = given;
-    product(&m->product, m->context->pool, &m->counter, (bf16 *)m->spread[thread]);
-    count_bytes(m->context);
+static void multiply_all(Hand *hand, const void *given) {
+    const ProductJob *job = given;
+    Product p = job->product;
+    p.w = &job->w;
+    product(&p, hand, (bf16 *)(job->spread + hand->thread * job->spread_bytes));
+    count_bytes(job->context);
 }
 
-/* out [rows, n] fp32 = x [rows, k] bf16 times w. 0 if done, 1 if there was no memory. */
-EXPORT int tp_multiply(Context *context, const Matrix *w, const float *bias, const bf16 *x, int64_t rows, float *out) {
-    Multiplication *m = NULL;
-    const int64_t stride = w->k + w->k % 2, threads = context->pool->threads;
-    const int64_t spread = w->format >= FORMAT_MXFP4 ? 4 * PANEL * (w->k + 1) : TP_PAD;
-    char *memory = NULL;
-    if (posix_memalign((void **)&m, TP_PAD, sizeof(Multiplication)) != 0) return 1;
-    if (posix_memalign((void **)&memory, TP_PAD, (size_t)(rows * (stride * 2 + 4) + TP_PAD + threads * spread)) != 0) {
-        free(m);
-        return 1;
-    }
-    memset(m, 0, sizeof(*m));
-    m->context = context;
-    uint16_t *values = (uint16_t *)(memory + threads * spread);
-    float *scales = (float *)(memory + threads * spread + CEIL_DIV(rows * stride * 2, 4) * 4);
-    for (int thread = 0; thread < threads; thread++) m->spread[thread] = memory + thread * spread;
-    int ok = 1;
-    if (w->format == FORMAT_INT8) {
-        float *wide = malloc((size_t)w->k * 4);
-        ok = wide != NULL;
-        for (int64_t r = 0; ok && r < rows; r++) {
+/* Rows of x [rows, k] bf16 as w multiplies them, into values and scales. */
+static int prepare_rows(const Matrix *w, const bf16 *x, int64_t rows, uint16_t *values, float *scales) {
+    const int64_t stride = w->k + w->k % 2;
+    float *wide = w->format == FORMAT_INT8 ? malloc((size_t)w->k * 4) : NULL;
+    if (w->format == FORMAT_INT8 && wide == NULL) return 0;
+    for (int64_t r = 0; r < rows; r++) {
+        if (wide) {
             for (int64_t i = 0; i < w->k; i++) wide[i] = bf16_to_f32(x[r * w->k + i]);
             prepare_row(wide, w, values + r * stride, scales + r);
-        }
-        free(wide);
-    } else {
-        for (int64_t r = 0; r < rows; r++) {
+        } else {
             memcpy(values + r * stride, x + r * w->k, (size_t)w->k * 2);
             if (w->k % 2) values[r * stride + w->k] = 0;
         }
     }
-    m->product = (Product){.w = w, .bias = bias, .x = {values, scales, stride, NULL}, .rows = rows, .out = OUT_STORE,
-                           .target = out, .target_stride = w->n};
-    if (ok) pool_run(context->pool, multiply_all, m);
-    free(memory);
-    free(m);
+    free(wide);
+    return 1;
+}
+
+/* out [rows, n] fp32 = x [rows, k] bf16 times w. 0 if done, 1 if there was no memory. */
+EXPORT int tp_multiply(Context *context, const Matrix *w, const float *bias, const bf16 *x, int64_t rows, float *out) {
+    const int64_t stride = w->k + w->k % 2;
+    const int64_t spread = w->format >= FORMAT_MXFP4 ? CEIL_DIV(4 * PANEL * (w->k + 1), TP_PAD) * TP_PAD : TP_PAD;
+    const int64_t spreads = context->pool->threads * spread, values = CEIL_DIV(rows * stride * 2, TP_PAD) * TP_PAD;
+    pthread_mutex_lock(&context->one_at_a_time);
+    int ok = want(context, B_PRODUCT, spreads + values + rows * 4) && reserve_ops(context->pool, 1);
+    char *memory = context->buffers[B_PRODUCT];
+    float *scales = (float *)(memory + spreads + values);
+    ok = ok && prepare_rows(w, x, rows, (uint16_t *)(memory + spreads), scales);
+    if (ok) {
+        const ProductJob job = {context, *w,
+                                {.bias = bias, .x = {memory + spreads, scales, stride, NULL}, .rows = rows,
+                                 .out = OUT_STORE, .target = out, .target_stride = w->n},
+                                memory, spread};
+        pool_run(context->pool, multiply_all, &job, sizeof(job), 1);
+    }
+    pthread_mutex_unlock(&context->one_at_a_time);
     return !ok;
 }
 
@@ -224,28 +251,16 @@ EXPORT int tp_multiply(Context *context, const Matrix *w, const float *bias, con
  * was no memory. */
 EXPORT int tp_choose(Context *context, const float *logits, int64_t rows, int64_t count, const Draw *draws,
                      int64_t *tokens) {
-    Choice *choice = NULL;
-    char *memory = NULL;
-    const int threads = context->pool->threads;
     const int64_t each = CEIL_DIV((int64_t)sizeof(SampleScratch) + count * 8, TP_PAD) * TP_PAD;
-    if (posix_memalign((void **)&choice, TP_PAD, sizeof(Choice)) != 0) return 1;
-    if (posix_memalign((void **)&memory, TP_PAD, (size_t)(each * threads)) != 0) {
-        free(choice);
-        return 1;
+    pthread_mutex_lock(&context->one_at_a_time);
+    const int ok = want(context, B_PRODUCT, each * context->pool->threads) && reserve_ops(context->pool, 1);
+    if (ok) {
+        const ChoiceJob job = {logits, draws, rows, count, tokens, context->buffers[B_PRODUCT], each};
+        if (rows == 1)
+            choose_row(&job, 0, 0);
+        else
+            pool_run(context->pool, choose_rows, &job, sizeof(job), 1);
     }
-    memset(choice, 0, sizeof(Choice));
-    choice->context = context;
-    choice->logits = logits;
-    choice->draws = draws;
-    choice->rows = rows;
-    choice->count = count;
-    choice->tokens = tokens;
-    for (int thread = 0; thread < threads; thread++) choice->scratch[thread] = memory + thread * each;
-    if (rows == 1)
-        choose_rows(choice, 0);
-    else
-        pool_run(context->pool, choose_rows, choice);
-    free(memory);
-    free(choice);
-    return 0;
+    pthread_mutex_unlock(&context->one_at_a_time);
+    return !ok;
 }

@@ -365,12 +365,9 @@ INLINE int64_t product_tasks(const Product *p) {
     return p->out == OUT_GATED ? panels_of(p->w) / 2 : panels_of(p->w);
 }
 
-/* Done by all threads together; the caller puts a barrier behind it. scratch: 2 * PANEL * (k + 1) bf16 a thread. */
-static void product(const Product *p, const Pool *pool, Counter *counter, bf16 *scratch) {
-    const int64_t tasks = product_tasks(p);
-    const int64_t stride = MAX(1, tasks / (pool->threads * 6));
-    for (int64_t from = take(counter, stride); from < tasks; from = take(counter, stride))
-        for (int64_t panel = from; panel < MIN(from + stride, tasks); panel++) product_panel(p, panel, scratch);
+/* One operation of a job. scratch: 2 * PANEL * (k + 1) bf16 of the thread's own. */
+static void product(const Product *p, Hand *hand, bf16 *scratch) {
+    EACH_TASK(hand, product_tasks(p), 6, panel, product_panel(p, panel, scratch));
 }
 
 /* Round a row to int16 steps of one scale, for int8 weights. Returns the scale: NaN if the row is not finite. */

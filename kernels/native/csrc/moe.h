@@ -33,9 +33,9 @@ static void choose(const Layer *layer, const float *logits, int32_t *chosen, flo
     }
 }
 
-/* Thread 0: places of (token, choice) in the order of their experts. */
-static void sort_by_expert(Context *context, const Layer *layer) {
-    const int64_t count = context->step->tokens * layer->active;
+/* Places of (token, choice) in the order of their experts. */
+static void sort_by_expert(Context *context, const Layer *layer, int64_t tokens) {
+    const int64_t count = tokens * layer->active;
     const int32_t *chosen = BUFFER(int32_t, B_CHOSEN);
     int32_t *starts = context->expert_starts, *order = BUFFER(int32_t, B_ORDER), *place = BUFFER(int32_t, B_PLACE);
     memset(starts, 0, (size_t)(layer->experts + 1) * 4);
@@ -54,102 +54,88 @@ static void sort_by_expert(Context *context, const Layer *layer) {
     starts[0] = 0;
 }
 
-/* Every hit expert's product: tasks are (expert, panel). */
-static void multiply_experts(Run *run, const Layer *layer, const Matrix *matrices, Product p, const int32_t *index,
-                             int64_t bias_stride) {
+/* One panel of one hit expert: tasks are (expert, panel). */
+static void multiply_expert(const Run *run, const Matrix *matrices, Product p, const int32_t *index, int64_t bias_stride,
+                            int64_t panels, int64_t task) {
     const Context *context = run->context;
-    Counter *counter = next_counter(run);
-    const float *bias = p.bias;
-    const Rows x = p.x;
-    float *target = p.target;
-    bf16 *narrow = p.narrow;
-    p.w = &matrices[0];
-    const int64_t panels = product_tasks(&p), tasks = panels * context->hit_count;
-    const int64_t stride = MAX(1, MIN(panels, tasks / (context->pool->threads * 6)));
-    for (int64_t from = take(counter, stride); from < tasks; from = take(counter, stride))
-        for (int64_t task = from; task < MIN(from + stride, tasks); task++) {
-            const int32_t expert = context->hit[task / panels];
-            const int64_t first = context->expert_starts[expert];
-            p.w = &matrices[expert];
-            p.rows = context->expert_starts[expert + 1] - first;
-            p.bias = bias ? bias + expert * bias_stride : NULL;
-            p.x = x;
-            if (index) {
-                p.x.index = index + first;
-            } else {
-                p.x.values = (const uint16_t *)x.values + first * x.stride;
-                p.x.scales = x.scales ? x.scales + first : NULL;
-            }
-            p.target = target ? target + first * p.target_stride : NULL;
-            p.narrow = narrow ? narrow + first * p.target_stride : NULL;
-            product_panel(&p, task % panels, own_spread(run));
-        }
-    (void)layer;
-    meet(run);
+    const int32_t expert = context->hit[task / panels];
+    const int64_t first = context->expert_starts[expert];
+    p.w = &matrices[expert];
+    p.rows = context->expert_starts[expert + 1] - first;
+    if (p.bias) p.bias += expert * bias_stride;
+    if (index) {
+        p.x.index = index + first;
+    } else {
+        p.x.values = (const uint16_t *)p.x.values + first * p.x.stride;
+        if (p.x.scales) p.x.scales += first;
+    }
+    if (p.target) p.target += first * p.target_stride;
+    if (p.narrow) p.narrow += first * p.target_stride;
+    product_panel(&p, task % panels, own_spread(run));
 }
 
-static void mixture(Run *run, const Layer *layer, const float *joined, const float *joined_norm) {
+static void multiply_experts(Run *run, const Matrix *matrices, Product p, const int32_t *index, int64_t bias_stride) {
+    p.w = &matrices[0];
+    const int64_t panels = product_tasks(&p);
+    EACH_TASK(&run->hand, panels * run->context->hit_count, 6, task,
+              multiply_expert(run, matrices, p, index, bias_stride, panels, task));
+}
+
+static void score_expert(const Run *run, const Layer *layer, int64_t i) {
+    const Context *context = run->context;
+    const int64_t hidden = context->model->hidden;
+    const float *row = BUFFER(float, B_NORMED) + i / layer->experts * hidden;
+    const float *weight = layer->router + i % layer->experts * hidden;
+    float sum = 0.0f;
+#pragma omp simd reduction(+ : sum)
+    for (int64_t j = 0; j < hidden; j++) sum += row[j] * weight[j];
+    BUFFER(float, B_ROUTER)[i] = sum;
+}
+
+/* The shares of a token's experts joined to the residual stream. */
+static void join_experts(const Run *run, const Layer *layer, int64_t t) {
+    const Context *context = run->context;
+    const int64_t hidden = context->model->hidden;
+    const float *mlp_post = layer->mlp_post_norm;
+    float *stream = run->hidden + t * hidden, *sum = (float *)(own(run) + context->own_attention);
+    memset(sum, 0, (size_t)hidden * 4);
+    for (int32_t a = 0; a < layer->active; a++) {
+        const float share = BUFFER(float, B_SHARES)[t * layer->active + a];
+        const int32_t place = BUFFER(int32_t, B_PLACE)[t * layer->active + a];
+        const float *out = BUFFER(float, B_EXPERT_OUT) + (int64_t)place * hidden;
+        for (int64_t j = 0; j < hidden; j++) sum[j] += share * out[j];
+    }
+    const float factor = mlp_post ? inverse_rms(sum, hidden, context->model->eps) : 1.0f;
+    for (int64_t j = 0; j < hidden; j++) stream[j] += mlp_post ? sum[j] * factor * mlp_post[j] : sum[j];
+}
+
+static void mixture(Run *run, const Layer *layer, Preparation before) {
     Context *context = run->context;
-    const int64_t tokens = context->step->tokens, hidden = context->model->hidden;
-    const int64_t rows = tokens * layer->active;
-    const int threads = context->pool->threads;
+    Hand *hand = &run->hand;
+    const int64_t tokens = run->step.tokens, hidden = context->model->hidden, rows = tokens * layer->active;
     const Matrix *gate_up = layer->expert_gate_up, *down = layer->expert_down;
     const int64_t width = gate_up->n / 2;
-    float *normed = BUFFER(float, B_NORMED), *logits = BUFFER(float, B_ROUTER);
-    Rows x = prepare(run, run->hidden, gate_up, layer->mlp_norm, joined, joined_norm, tokens, normed);
-    int64_t to = share_start(tokens * layer->experts, run->thread + 1, threads);
-    for (int64_t i = share_start(tokens * layer->experts, run->thread, threads); i < to; i++) {
-        const float *row = normed + i / layer->experts * hidden;
-        const float *weight = layer->router + i % layer->experts * hidden;
-        float sum = 0.0f;
-#pragma omp simd reduction(+ : sum)
-        for (int64_t j = 0; j < hidden; j++) sum += row[j] * weight[j];
-        logits[i] = sum;
-    }
-    meet(run);
-    to = share_start(tokens, run->thread + 1, threads);
-    for (int64_t t = share_start(tokens, run->thread, threads); t < to; t++)
-        choose(layer, logits + t * layer->experts, BUFFER(int32_t, B_CHOSEN) + t * layer->active,
-               BUFFER(float, B_SHARES) + t * layer->active);
-    meet(run);
-    if (run->thread == 0) sort_by_expert(context, layer);
-    meet(run);
-    const int wide = down->format == FORMAT_INT8 || width % 2 || !can_gate(gate_up);
+    before.w = gate_up, before.keep = BUFFER(float, B_NORMED);
+    Rows x = prepare(run, before, tokens);
+    EACH_TASK(hand, tokens * layer->experts, 6, i, score_expert(run, layer, i));
+    EACH_TASK(hand, tokens, 4, t,
+              choose(layer, BUFFER(float, B_ROUTER) + t * layer->experts, BUFFER(int32_t, B_CHOSEN) + t * layer->active,
+                     BUFFER(float, B_SHARES) + t * layer->active));
+    EACH_TASK(hand, 1, 1, only, (void)only; sort_by_expert(context, layer, tokens));
     Product p = {.bias = layer->expert_gate_up_bias, .x = x, .activation = layer->activation, .limit = layer->limit,
-                 .alpha = layer->alpha, .target_stride = width, .out = OUT_GATED};
-    if (can_gate(gate_up)) {
-        p.target = BUFFER(float, B_INNER), p.narrow = wide ? NULL : BUFFER(bf16, B_INNER);
-    } else {
+                 .alpha = layer->alpha, .target_stride = width, .out = OUT_GATED, .target = BUFFER(float, B_INNER)};
+    if (!can_gate(gate_up))
         p.out = OUT_STORE, p.target = BUFFER(float, B_QKV), p.target_stride = 2 * width;
-    }
-    multiply_experts(run, layer, gate_up, p, BUFFER(int32_t, B_ORDER), 2 * width);
-    if (!can_gate(gate_up)) {
-        to = share_start(rows, run->thread + 1, threads);
-        for (int64_t i = share_start(rows, run->thread, threads); i < to; i++) {
-            const float *both = BUFFER(float, B_QKV) + i * 2 * width;
-            activate(layer->activation, layer->limit, layer->alpha, both, both + width,
-                     BUFFER(float, B_INNER) + i * width, width);
-        }
-        meet(run);
-    }
-    x = (Rows){BUFFER(bf16, B_INNER), NULL, width, NULL};
-    if (wide) x = prepare(run, BUFFER(float, B_INNER), down, NULL, NULL, NULL, rows, NULL);
+    else if (down->format != FORMAT_INT8 && width % 2 == 0)
+        p.narrow = BUFFER(bf16, B_INNER);
+    multiply_experts(run, gate_up, p, BUFFER(int32_t, B_ORDER), 2 * width);
+    if (!can_gate(gate_up)) EACH_TASK(hand, rows, 4, i, activate_row(run, layer, width, i));
+    if (p.narrow)
+        x = (Rows){p.narrow, NULL, width, NULL};
+    else
+        x = prepare(run, (Preparation){.x = BUFFER(float, B_INNER), .w = down}, rows);
     p = (Product){.bias = layer->expert_down_bias, .x = x, .out = OUT_STORE, .target = BUFFER(float, B_EXPERT_OUT),
                   .target_stride = hidden};
-    multiply_experts(run, layer, down, p, NULL, hidden);
-    const float *outs = BUFFER(float, B_EXPERT_OUT), *mlp_post = layer->mlp_post_norm;
-    float *sum = (float *)((char *)context->own[run->thread] + context->own_attention);
-    to = share_start(tokens, run->thread + 1, threads);
-    for (int64_t t = share_start(tokens, run->thread, threads); t < to; t++) {
-        float *stream = run->hidden + t * hidden;
-        memset(sum, 0, (size_t)hidden * 4);
-        for (int32_t a = 0; a < layer->active; a++) {
-            const float share = BUFFER(float, B_SHARES)[t * layer->active + a];
-            const float *out = outs + (int64_t)BUFFER(int32_t, B_PLACE)[t * layer->active + a] * hidden;
-            for (int64_t j = 0; j < hidden; j++) sum[j] += share * out[j];
-        }
-        const float factor = mlp_post ? inverse_rms(sum, hidden, context->model->eps) : 1.0f;
-        for (int64_t j = 0; j < hidden; j++) stream[j] += mlp_post ? sum[j] * factor * mlp_post[j] : sum[j];
-    }
-    meet(run);
+    multiply_experts(run, down, p, NULL, hidden);
+    EACH_TASK(hand, tokens, 4, t, join_experts(run, layer, t));
 }

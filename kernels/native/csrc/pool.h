@@ -1,8 +1,13 @@
-/* Threads that run one function together and meet at barriers.
+/* Threads that work through one job together.
  *
- * A step of a small model has some two hundred barriers in a few milliseconds, so waiting threads look at memory for a
- * short while before they sleep; they do sleep soon, because on a laptop the other half of the processor belongs to
- * somebody else.
+ * A job is a sequence of operations, and an operation is a number of tasks that a shared counter hands out. Every
+ * thread walks through the whole sequence, takes what tasks it gets, and goes on once all tasks of an operation are
+ * done, by whomever. So nobody waits for a thread that the system has put aside, unless it was put aside in the middle
+ * of a task: on a busy machine one thread alone carries on. A thread that comes late finds nothing left to take, skips
+ * to where the others are, or drops out if the next job has begun: counters carry the number of their job.
+ *
+ * A step of a small model has some two hundred operations in a few milliseconds, so a waiting thread looks at memory
+ * for a short while before it sleeps.
  */
 #ifndef TP_POOL_H
 #define TP_POOL_H
@@ -10,27 +15,50 @@
 #include <limits.h>
 #include <linux/futex.h>
 #include <pthread.h>
+#include <sched.h>
 #include <sys/syscall.h>
+#include <time.h>
 #include <unistd.h>
 
 #include "common.h"
 
 #define MAX_THREADS 256
-#define SPINS 6000 /* about 50 to 100 microseconds */
+#define SPINS 2000 /* some 30 microseconds */
+#define NAP_NS 2000000
+#define JOB_BYTES 512
 
-typedef void (*Work)(void *argument, int thread);
-
+/* Both words: number of the job in the high half, tasks in the low one. */
 typedef struct {
+    _Alignas(TP_PAD) _Atomic uint64_t taken;
+    _Alignas(TP_PAD) _Atomic uint64_t done;
+} Op;
+
+struct Pool;
+
+/* One thread's part in a job. */
+typedef struct {
+    struct Pool *pool;
+    int thread;
+    uint32_t job;
+    int late; /* the next job has begun: nothing may be touched any more */
+    int32_t op;
+} Hand;
+
+typedef void (*Work)(Hand *hand, const void *job);
+
+typedef struct Pool {
     int threads;
     pthread_t handles[MAX_THREADS];
-    _Alignas(TP_PAD) _Atomic uint32_t started; /* counts calls of pool_run */
-    _Atomic int start_sleepers;
+    Op *ops;
+    int64_t op_count;
     Work work;
-    void *argument;
+    _Alignas(TP_PAD) char job[JOB_BYTES];
+    _Alignas(TP_PAD) _Atomic uint32_t prepared; /* the job that is being written */
+    _Alignas(TP_PAD) _Atomic uint32_t started;  /* the job that has begun */
+    _Atomic uint32_t finished;
     _Atomic int stopping;
-    _Alignas(TP_PAD) _Atomic uint32_t phase; /* counts barriers */
-    _Atomic int phase_sleepers;
-    _Alignas(TP_PAD) _Atomic int arrived;
+    _Alignas(TP_PAD) _Atomic int sleepers;
+    _Atomic int active; /* threads other than the caller's that are in a job */
 } Pool;
 
 INLINE void relax(void) {
@@ -41,31 +69,83 @@ INLINE void relax(void) {
 #endif
 }
 
-static void wait_while(_Atomic uint32_t *word, _Atomic int *sleepers, uint32_t value) {
-    for (int i = 0; i < SPINS; i++) {
-        if (atomic_load_explicit(word, memory_order_acquire) != value) return;
-        relax();
-    }
-    atomic_fetch_add(sleepers, 1);
-    while (atomic_load(word) == value) syscall(SYS_futex, word, FUTEX_WAIT_PRIVATE, value, NULL, NULL, 0);
-    atomic_fetch_sub(sleepers, 1);
+/* The half of a word that the kernel can wait for. */
+INLINE uint32_t *low_half(_Atomic uint64_t *word) {
+    const int big = __BYTE_ORDER__ == __ORDER_BIG_ENDIAN__;
+    return (uint32_t *)word + big;
 }
 
-static void advance(_Atomic uint32_t *word, _Atomic int *sleepers) {
-    atomic_fetch_add(word, 1);
-    if (atomic_load(sleepers) > 0) syscall(SYS_futex, word, FUTEX_WAKE_PRIVATE, INT_MAX, NULL, NULL, 0);
+static void sleep_while(Pool *pool, uint32_t *word, uint32_t value, int64_t ns) {
+    const struct timespec limit = {ns / 1000000000, ns % 1000000000};
+    atomic_fetch_add(&pool->sleepers, 1);
+    syscall(SYS_futex, word, FUTEX_WAIT_PRIVATE, value, &limit, NULL, 0);
+    atomic_fetch_sub(&pool->sleepers, 1);
 }
 
-static void barrier(Pool *pool) {
-    if (pool->threads == 1) return;
-    uint32_t phase = atomic_load(&pool->phase);
-    if (atomic_fetch_add(&pool->arrived, 1) == pool->threads - 1) {
-        atomic_store(&pool->arrived, 0);
-        advance(&pool->phase, &pool->phase_sleepers);
-    } else {
-        wait_while(&pool->phase, &pool->phase_sleepers, phase);
+INLINE void wake(Pool *pool, uint32_t *word) {
+    if (atomic_load(&pool->sleepers) > 0) syscall(SYS_futex, word, FUTEX_WAKE_PRIVATE, INT_MAX, NULL, NULL, 0);
+}
+
+/* ---- operations --------------------------------------------------------------------------------------------------- */
+
+INLINE Op *next_op(Hand *hand) { return &hand->pool->ops[hand->op++]; }
+
+/* The first of up to `stride` tasks that are now this thread's, or -1. */
+INLINE int64_t take(Hand *hand, Op *op, int64_t total, int64_t stride) {
+    uint64_t word = atomic_load_explicit(&op->taken, memory_order_acquire);
+    while (!hand->late) {
+        const int64_t first = (uint32_t)word;
+        if ((uint32_t)(word >> 32) != hand->job) {
+            hand->late = 1;
+        } else if (first >= total) {
+            break;
+        } else if (atomic_compare_exchange_weak(&op->taken, &word, word + (uint64_t)MIN(stride, total - first))) {
+            return first;
+        }
+    }
+    return -1;
+}
+
+INLINE void complete(Hand *hand, Op *op, int64_t total, int64_t count) {
+    const int64_t before = (uint32_t)atomic_fetch_add(&op->done, (uint64_t)count);
+    if (before + count == total && hand->pool->threads > 1) wake(hand->pool, low_half(&op->done));
+}
+
+/* Wait until all tasks are done. */
+INLINE void settle(Hand *hand, Op *op, int64_t total) {
+    for (int spins = 0; !hand->late; spins++) {
+        const uint64_t word = atomic_load_explicit(&op->done, memory_order_acquire);
+        if ((uint32_t)(word >> 32) != hand->job) {
+            hand->late = 1;
+        } else if ((int64_t)(uint32_t)word >= total) {
+            return;
+        } else if (spins < SPINS) {
+            relax();
+        } else {
+            sleep_while(hand->pool, low_half(&op->done), (uint32_t)word, NAP_NS);
+        }
     }
 }
+
+/* About so many pieces a thread, so that one that is held up keeps little from the others. */
+INLINE int64_t stride_for(const Hand *hand, int64_t total, int64_t pieces) {
+    return MAX(1, total / (hand->pool->threads * pieces));
+}
+
+/* for each task `index` of `total`: the body that follows; then wait for all. */
+#define EACH_TASK(hand, total, pieces, index, body)                                                                   \
+    do {                                                                                                              \
+        Op *op_ = next_op(hand);                                                                                      \
+        const int64_t total_ = (total), stride_ = stride_for(hand, total_, pieces);                                   \
+        for (int64_t first_; (first_ = take(hand, op_, total_, stride_)) >= 0;) {                                     \
+            const int64_t stop_ = MIN(first_ + stride_, total_);                                                      \
+            for (int64_t index = first_; index < stop_; index++) body;                                                \
+            complete(hand, op_, total_, stop_ - first_);                                                              \
+        }                                                                                                             \
+        settle(hand, op_, total_);                                                                                    \
+    } while (0)
+
+/* ---- jobs --------------------------------------------------------------------------------------------------------- */
 
 typedef struct {
     Pool *pool;
@@ -73,26 +153,70 @@ typedef struct {
 } Member;
 
 static void *member_main(void *given) {
-    Member member = *(Member *)given;
+    const Member member = *(Member *)given;
     free(given);
     Pool *pool = member.pool;
     uint32_t seen = 0;
+    _Alignas(TP_PAD) char job[JOB_BYTES];
     for (;;) {
-        wait_while(&pool->started, &pool->start_sleepers, seen);
-        seen++;
+        for (int spins = 0; atomic_load_explicit(&pool->started, memory_order_acquire) == seen; spins++) {
+            if (spins < SPINS)
+                relax();
+            else
+                sleep_while(pool, (uint32_t *)&pool->started, seen, 1000000000);
+        }
         if (atomic_load(&pool->stopping)) return NULL;
-        pool->work(pool->argument, member.thread);
-        barrier(pool);
+        atomic_fetch_add(&pool->active, 1);
+        const uint32_t number = atomic_load(&pool->started);
+        if (atomic_load(&pool->finished) != number) {
+            const Work work = pool->work;
+            memcpy(job, pool->job, JOB_BYTES);
+            atomic_thread_fence(memory_order_acquire);
+            if (atomic_load(&pool->prepared) == number) {
+                Hand hand = {pool, member.thread, number, 0, 0};
+                work(&hand, job);
+            }
+        }
+        seen = number;
+        atomic_fetch_sub(&pool->active, 1);
     }
 }
 
-/* Run work(argument, thread) on every thread of the pool, the caller's included; returns when all are done. */
-static void pool_run(Pool *pool, Work work, void *argument) {
+/* Wait until no other thread is in a job; only then may memory that jobs use be given back. */
+static void quiet(Pool *pool) {
+    while (atomic_load(&pool->active) > 0) sched_yield();
+}
+
+/* Room for so many operations in a job. */
+static int reserve_ops(Pool *pool, int64_t count) {
+    if (count <= pool->op_count) return 1;
+    quiet(pool);
+    free(pool->ops);
+    pool->ops = NULL;
+    pool->op_count = 0;
+    if (posix_memalign((void **)&pool->ops, TP_PAD, (size_t)count * sizeof(Op)) != 0) return 0;
+    memset(pool->ops, 0, (size_t)count * sizeof(Op));
+    pool->op_count = count;
+    return 1;
+}
+
+/* Do a job of at most `ops` operations with all threads, the caller's included; returns when it is done. The job is
+ * copied; what it points to must stay until then, and what late threads may look at (see Hand.late) for longer. */
+static void pool_run(Pool *pool, Work work, const void *job, size_t bytes, int64_t ops) {
+    const uint32_t number = atomic_load(&pool->started) + 1;
+    atomic_store(&pool->prepared, number);
+    atomic_thread_fence(memory_order_seq_cst);
     pool->work = work;
-    pool->argument = argument;
-    if (pool->threads > 1) advance(&pool->started, &pool->start_sleepers);
-    work(argument, 0);
-    barrier(pool);
+    memcpy(pool->job, job, bytes);
+    for (int64_t i = 0; i < ops; i++) {
+        atomic_store_explicit(&pool->ops[i].taken, (uint64_t)number << 32, memory_order_relaxed);
+        atomic_store_explicit(&pool->ops[i].done, (uint64_t)number << 32, memory_order_relaxed);
+    }
+    atomic_store(&pool->started, number);
+    if (pool->threads > 1) wake(pool, (uint32_t *)&pool->started);
+    Hand hand = {pool, 0, number, 0, 0};
+    work(&hand, pool->job);
+    atomic_store(&pool->finished, number);
 }
 
 static Pool *pool_new(int threads) {
@@ -116,18 +240,11 @@ static Pool *pool_new(int threads) {
 static void pool_free(Pool *pool) {
     if (pool == NULL) return;
     atomic_store(&pool->stopping, 1);
-    advance(&pool->started, &pool->start_sleepers);
+    atomic_fetch_add(&pool->started, 1);
+    syscall(SYS_futex, (uint32_t *)&pool->started, FUTEX_WAKE_PRIVATE, INT_MAX, NULL, NULL, 0);
     for (int thread = 1; thread < pool->threads; thread++) pthread_join(pool->handles[thread], NULL);
+    free(pool->ops);
     free(pool);
-}
-
-/* A shared counter hands out tasks: threads that are held up by others take fewer. */
-typedef struct {
-    _Alignas(TP_PAD) _Atomic int64_t next;
-} Counter;
-
-INLINE int64_t take(Counter *counter, int64_t count) {
-    return atomic_fetch_add_explicit(&counter->next, count, memory_order_relaxed);
 }
 
 #endif

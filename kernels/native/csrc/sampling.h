@@ -136,20 +136,22 @@ static int64_t choose_token(const float *logits, int64_t count, const Draw *draw
 }
 
 typedef struct {
-    Context *context;
     const float *logits;
     const Draw *draws;
     int64_t rows, count;
     int64_t *tokens;
-    char *scratch[MAX_THREADS];
-    Counter counter;
-} Choice;
+    char *scratch; /* a piece of scratch_bytes for each thread */
+    int64_t scratch_bytes;
+} ChoiceJob;
 
-static void choose_rows(void *given, int thread) {
-    Choice *choice = given;
-    SampleScratch *s = (SampleScratch *)choice->scratch[thread];
-    s->values = (float *)(choice->scratch[thread] + sizeof(SampleScratch));
-    for (int64_t row = take(&choice->counter, 1); row < choice->rows; row = take(&choice->counter, 1))
-        choice->tokens[row] = choose_token(choice->logits + row * choice->count, choice->count, &choice->draws[row], s,
-                                           s->values + choice->count);
+static void choose_row(const ChoiceJob *job, int thread, int64_t row) {
+    SampleScratch *s = (SampleScratch *)(job->scratch + thread * job->scratch_bytes);
+    s->values = (float *)(s + 1);
+    job->tokens[row] =
+        choose_token(job->logits + row * job->count, job->count, &job->draws[row], s, s->values + job->count);
+}
+
+static void choose_rows(Hand *hand, const void *given) {
+    const ChoiceJob *job = given;
+    EACH_TASK(hand, job->rows, job->rows, row, choose_row(job, hand->thread, row));
 }
