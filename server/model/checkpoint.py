@@ -33,7 +33,9 @@ DTYPES = {
     "F8_E8M0": torch.float8_e8m0fnu,
 }
 
-_BUFFER_BYTES = 8 * 2**20
+_BUFFER_BYTES = 2 * 2**20
+_DEQUANTIZED_ELEMENTS = 2**18
+"""What of a GGUF tensor is undone at a time: numpy makes several copies of it in fp32, which fit in a core's cache."""
 _CODES, _SCALES = ".codes", ".scales"
 
 
@@ -71,6 +73,7 @@ class SafetensorsCheckpoint:
     def __init__(self, folder: Path) -> None:
         self._open: dict[Path, int] = {}
         self._opening = threading.Lock()
+        self._scratch = threading.local()
         self._home: dict[str, Path] = {}
         self.tensors: dict[str, TensorInfo] = {}
         files = weight_files(folder)
@@ -106,12 +109,19 @@ class SafetensorsCheckpoint:
             self._read_bytes(target.view(-1).view(torch.uint8), name, start * row_bytes)
             return
         step = max(1, _BUFFER_BYTES // row_bytes)
-        buffer = torch.empty(min(step, target.shape[0]) * row_bytes, dtype=torch.uint8)
+        buffer = self._buffer(min(step, target.shape[0]) * row_bytes)
         for first in range(0, target.shape[0], step):
             part = target[first : first + step]
             stored = buffer[: part.shape[0] * row_bytes]
             self._read_bytes(stored, name, (start + first) * row_bytes)
             part.copy_(stored.view(dtype).view(part.shape))
+
+    def _buffer(self, count: int) -> Tensor:
+        """At least `count` bytes, one buffer a thread: many of them, freed between tensors that stay, leave holes."""
+        buffer: Tensor | None = getattr(self._scratch, "buffer", None)
+        if buffer is None or buffer.numel() < count:
+            buffer = self._scratch.buffer = torch.empty(max(count, _BUFFER_BYTES), dtype=torch.uint8)
+        return buffer
 
     def _dtype(self, name: str) -> torch.dtype:
         stored = self.tensors[name].dtype
@@ -168,23 +178,28 @@ class GGUFCheckpoint:
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
         if name.endswith(_CODES):
-            return torch.from_numpy(self._file.tensors[name.removesuffix(_CODES)].mxfp4_codes(start, stop))
-        if name.endswith(_SCALES):
-            return torch.from_numpy(self._file.tensors[name.removesuffix(_SCALES)].mxfp4_scales(start, stop))
-        tensor = self._file.tensors[name]
-        values = tensor.dequantize(start, stop)
-        return torch.from_numpy(values if values.flags.writeable else values.copy())
+            tensor = self._file.tensors[name.removesuffix(_CODES)]
+            values = tensor.mxfp4_codes(start, stop)
+        elif name.endswith(_SCALES):
+            tensor = self._file.tensors[name.removesuffix(_SCALES)]
+            values = tensor.mxfp4_scales(start, stop)
+        else:
+            tensor = self._file.tensors[name]
+            values = tensor.dequantize(start, stop)
+        if not values.flags.writeable:  # a view of the file
+            values = values.copy()
+        self._file.forget(tensor, start, stop)
+        return torch.from_numpy(values)
 
     def read_into(self, target: Tensor, name: str, start: int = 0) -> None:
         tensor = self._file.tensors[name]
         if len(tensor.shape) != 2:
-            target.copy_(self.read(name))
+            target.copy_(self.read(name)[start : start + target.shape[0]])
             return
-        step = max(1, _BUFFER_BYTES // (4 * tensor.shape[1]))
+        step = max(1, _DEQUANTIZED_ELEMENTS // tensor.shape[1])
         for first in range(0, target.shape[0], step):
             part = target[first : first + step]
             part.copy_(self.read(name, start + first, start + first + part.shape[0]))
-        self._file.forget(tensor, start, start + target.shape[0])
 
 
 def scales_of(name: str) -> str:

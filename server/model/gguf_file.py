@@ -26,6 +26,8 @@ _VERSIONS = (2, 3)
 _MAX_DIMS = 4
 _MAX_DEPTH = 4
 _DEFAULT_ALIGNMENT = 32
+_FAULT_BYTES = max(64 * 1024, mmap.PAGESIZE)
+"""Linux maps this much around a page that is touched (fault_around_bytes in mm/memory.c)."""
 _SCALARS: dict[int, tuple[str, Any]] = {
     GGUFValueType.UINT8: ("<B", np.uint8),
     GGUFValueType.INT8: ("<b", np.int8),
@@ -115,13 +117,18 @@ class GGUFFile:
             raise
         except (struct.error, ValueError, OverflowError, RecursionError) as error:
             raise StartupError(f"{self.path}: damaged GGUF header at byte {self._offset}: {error}") from error
+        self._map.madvise(mmap.MADV_DONTNEED)  # the header's pages, which are not read again
 
-    def forget(self, tensor: GGUFTensor, start: int, stop: int) -> None:
-        """Rows [start, stop) were read: their pages no longer count as memory of this process."""
-        row_bytes = tensor.raw.shape[1]
-        first = (tensor.offset + start * row_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
-        last = min(len(self._map), tensor.offset + stop * row_bytes)
-        self._map.madvise(mmap.MADV_DONTNEED, first, last - first)
+    def forget(self, tensor: GGUFTensor, start: int = 0, stop: int | None = None) -> None:
+        """Entries [start, stop) of the first axis were read: their pages no longer count as memory of this process.
+
+        A page that is read brings its neighbours, so they go too.
+        """
+        first_entry, last_entry, _ = slice(start, stop).indices(tensor.shape[0])
+        entry_bytes = tensor.raw.nbytes // tensor.shape[0]
+        first = (tensor.offset + first_entry * entry_bytes) // _FAULT_BYTES * _FAULT_BYTES
+        last = -(-(tensor.offset + last_entry * entry_bytes) // _FAULT_BYTES) * _FAULT_BYTES
+        self._map.madvise(mmap.MADV_DONTNEED, first, min(last, len(self._map)) - first)
 
     def vocabulary_rows(self) -> int:
         """Rows of the embedding, since many files leave vocab_size out."""

@@ -7,6 +7,7 @@ matrices keep their codes and scales, see `kernels.quantized.BlockScaled`.
 
 from __future__ import annotations
 
+import ctypes
 import math
 import os
 import re
@@ -286,17 +287,19 @@ class _Loader:
             )
         finally:
             pool.shutdown(cancel_futures=True)
+            _return_freed_memory()
 
     def progress(self, read_bytes: int) -> None:
         with self.reporting:
             self.report(read_bytes)
 
     def _embedding_and_head(self) -> tuple[Matrix, Matrix]:
-        embedding = self._matrix("embedding")
         if not self.spec.tied_embeddings:
-            return embedding, self._packed("head")
-        head = self.pack(embedding)
-        return head if self.embeds_from_head else embedding, head
+            return self._matrix("embedding"), self._packed("head")
+        with self.in_flight.take(self._bytes(["embedding"])):
+            embedding = self._matrix("embedding")
+            head = self.pack(embedding)
+            return head if self.embeds_from_head else embedding, head
 
     def _mtp(self, at: str, layer: LayerSpec) -> MTPWeights:
         return MTPWeights(
@@ -494,6 +497,13 @@ class _Budget:
             with self.changed:
                 self.taken_bytes -= count
                 self.changed.notify_all()
+
+
+def _return_freed_memory() -> None:
+    """What was freed stays with the process until glibc is asked to give it back; other allocators do it themselves."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def _quantized(located: Mapping[str, StoredRows]) -> set[str]:
