@@ -26,7 +26,10 @@ EXPORT Context *tp_new(int threads) {
 EXPORT int tp_threads(const Context *context) { return context->pool->threads; }
 
 /* Bytes of weights, keys and values read since the last call. */
-EXPORT int64_t tp_take_bytes(Context *context) { return atomic_exchange(&context->bytes, 0); }
+EXPORT int64_t tp_take_bytes(Context *context) {
+    quiet(context->pool);
+    return atomic_exchange(&context->bytes, 0);
+}
 
 /* Wait until no thread looks at a model any more. */
 EXPORT void tp_quiet(Context *context) { quiet(context->pool); }
