@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from bench.peers import PEERS
 from bench.results import Cell, Results
 
-COLOURS = ("#0b6e4f", "#6fb98f", "#c1440e", "#8d99ae", "#264653", "#7a9cc6", "#d4a373", "#555555")
+COLOURS = ("#0b6e4f", "#6fb98f", "#c1440e", "#8d99ae", "#264653", "#7a9cc6")
 
 
 def draw(results: Results, path: Path) -> None:
@@ -36,7 +37,9 @@ def draw(results: Results, path: Path) -> None:
 
 
 def _coloured(results: Results) -> list[tuple[str, str]]:
-    return list(zip(results.labels, COLOURS, strict=False))
+    """The servers of this run; a server has the same colour in every run."""
+    colours = dict(zip(PEERS, COLOURS, strict=False))
+    return [(peer, colours[peer]) for peer in results.labels]
 
 
 def _bars(axes: Any, results: Results, model: str, metrics: list[str]) -> None:
@@ -49,6 +52,7 @@ def _bars(axes: Any, results: Results, model: str, metrics: list[str]) -> None:
             at = group + (index - (len(results.labels) - 1) / 2) * width
             axes.bar(at, cell.median, width * 0.9, color=colour, yerr=_reach([cell]), ecolor="black", capsize=2)
     axes.set_xticks(range(len(metrics)), [metric.partition("/")[2] for metric in metrics])
+    axes.set_xlim(-0.5, max(0.5, len(metrics) - 0.5))
 
 
 def _lines(axes: Any, results: Results, model: str, metrics: list[str]) -> None:
