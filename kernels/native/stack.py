@@ -181,7 +181,10 @@ class Stack:
             table_stride=(ctypes.c_int64 * 2)(*(table.stride(0) for table in tables)),
             out=out.data_ptr(),
         )
-        if self._context.lib.tp_forward(self._context.handle, ctypes.byref(self._model), ctypes.byref(step)):
+        failed = self._context.lib.tp_forward(self._context.handle, ctypes.byref(self._model), ctypes.byref(step))
+        if failed == 2:
+            raise IndexError(f"a token is outside the model's vocabulary of {self._head.shape[0]}")
+        if failed:
             raise MemoryError("no memory for a step's work space")
         return out
 

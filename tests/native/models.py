@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kernels.mxfp4 import Mxfp4
 from kernels.native.kernels import NativeKernels
-from kernels.quantized import BlockScaled
+from kernels.quantized import BlockScaled, dense
 from server.model.native_decoder import NativeDecoder
 from server.model.spec import (
     Activation,
@@ -51,9 +51,8 @@ def attention(heads: int, kv_heads: int, head_dim: int, value_dim: int | None = 
 
 
 def llama() -> ModelSpec:
-    return model_spec(
-        (LayerSpec(attention=attention(6, 2, 8), mlp=DenseSpec(width=64, activation=Activation.SILU)),) * 3
-    )
+    mlp = DenseSpec(width=64, activation=Activation.SILU)
+    return model_spec((LayerSpec(attention=attention(6, 2, 8), mlp=mlp),) * 3)
 
 
 def llama_uneven() -> ModelSpec:
@@ -72,13 +71,12 @@ def llama_gated_at_once() -> ModelSpec:
 def gemma3() -> ModelSpec:
     layers = []
     for index in range(6):
-        rope = RopeSpec(
-            theta=1e6 if index % 3 == 2 else 1e4, rotary_dim=20, linear_factor=8.0 if index % 3 == 2 else 1.0
-        )
+        is_full = index % 3 == 2
+        rope = RopeSpec(theta=1e6 if is_full else 1e4, rotary_dim=20, linear_factor=8.0 if is_full else 1.0)
         layers.append(
             LayerSpec(
                 attention=attention(
-                    4, 2, 20, qk_norm=True, scale=24**-0.5, rope=rope, window_keys=None if index % 3 == 2 else 20
+                    4, 2, 20, qk_norm=True, scale=24**-0.5, rope=rope, window_keys=None if is_full else 20
                 ),
                 mlp=DenseSpec(width=64, activation=Activation.GELU_TANH),
                 post_norms=True,
@@ -93,8 +91,7 @@ def mimo_flash() -> ModelSpec:
     window = attention(8, 4, 24, 16, sinks=True, window_keys=17, value_scale=0.7, rope=rope)
     full = attention(8, 2, 24, 16, value_scale=0.7, rope=replace(rope, theta=5e6))
     experts = MoESpec(experts=10, active=3, width=24, activation=Activation.SILU)
-    dense = DenseSpec(width=64, activation=Activation.SILU)
-    layers = [LayerSpec(attention=full, mlp=dense)]
+    layers = [LayerSpec(attention=full, mlp=DenseSpec(width=64, activation=Activation.SILU))]
     layers += [LayerSpec(attention=full if index == 3 else window, mlp=experts) for index in range(1, 6)]
     return model_spec(tuple(layers))
 
@@ -219,9 +216,38 @@ def changed(node: Node, change: Callable[[str, Any], Any], name: str = "") -> No
 
 def widened(weights: Weights) -> Weights:
     """The same numbers in fp32, codes written out."""
-    return changed(
-        weights, lambda _, value: value.float() if isinstance(value, Tensor) else value.dequantize(torch.float32)
-    )
+    return changed(weights, lambda _, value: dense(value, torch.float32).float())
+
+
+def in_fp8(weights: Weights) -> Weights:
+    """Every matrix but the ends in blocks of codes, with rows whose scales lie in any order."""
+    generator = torch.Generator().manual_seed(1)
+
+    def stored(name: str, value: Any) -> Any:
+        if name not in MATRICES or name == "head":
+            return value
+        *leading, rows, columns = value.shape
+        row_scale = torch.randint(3, (rows,), generator=generator, dtype=torch.int32)
+        scales = torch.exp2(torch.randint(-8, -5, (*leading, 3, -(-columns // 128)), generator=generator).float())
+        codes = (value.float() / scales[..., row_scale.long(), :1]).to(torch.float8_e4m3fn)
+        return BlockScaled(codes=codes, scales=scales, row_scale=row_scale)
+
+    return changed(weights, stored)
+
+
+def in_mxfp4(weights: Weights) -> Weights:
+    """Experts in random codes, as gpt-oss is published."""
+    generator = torch.Generator().manual_seed(2)
+
+    def stored(name: str, value: Any) -> Any:
+        if name not in ("gate_up", "down"):
+            return value
+        *leading, columns = value.shape
+        codes = torch.randint(256, (*leading, columns // 2), generator=generator, dtype=torch.uint8)
+        scales = torch.randint(121, 125, (*leading, columns // 32), generator=generator, dtype=torch.uint8)
+        return Mxfp4(codes=codes, scales=scales)
+
+    return changed(weights, stored)
 
 
 def packed(weights: Weights, kernels: NativeKernels, *, embeds_from_head: bool = False) -> Weights:

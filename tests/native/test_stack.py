@@ -1,4 +1,4 @@
-"""A whole step in C: as close to fp32 as the torch reference in bf16 is, and the same bits however work is put together."""
+"""A whole step in C is as close to fp32 as the torch reference in bf16, and the same however work is put together."""
 
 from __future__ import annotations
 
@@ -15,15 +15,27 @@ from server.model.weights import Weights
 from server.step import PageKind
 from tests.model.paged import PagedSequences
 from tests.native.conftest import MakeKernels
-from tests.native.models import SPECS, VOCAB, llama, native_sequences, packed, random_weights, reference_sequences
+from tests.native.models import (
+    SPECS,
+    VOCAB,
+    in_fp8,
+    in_mxfp4,
+    llama,
+    native_sequences,
+    packed,
+    random_weights,
+    reference_sequences,
+)
 
 Model = tuple[ModelSpec, Weights]
 
 
-@pytest.fixture(scope="module", params=SPECS)
+@pytest.fixture(scope="module", params=[*SPECS, "fp8-llama_uneven", "fp8-mimo_flash", "mxfp4-gpt_oss_one_expert"])
 def model(request: pytest.FixtureRequest) -> Model:
-    spec = SPECS[request.param]()
-    return spec, random_weights(spec)
+    stored, _, name = request.param.rpartition("-")
+    spec = SPECS[name]()
+    plain = random_weights(spec)
+    return spec, in_fp8(plain) if stored == "fp8" else in_mxfp4(plain) if stored == "mxfp4" else plain
 
 
 def texts_of(*lengths: int, seed: int = 1) -> list[list[int]]:
@@ -184,6 +196,20 @@ def test_a_broken_row_spoils_no_other_and_does_not_pass_for_a_whole_one(
         assert torch.equal(results[0], expected[0][-1:])
         assert torch.equal(results[2], expected[2][-1:])
         assert results[1].isnan().any()
+
+
+def test_numbers_that_are_broken_in_the_middle_of_a_context_are_not_left_out(make_kernels: MakeKernels) -> None:
+    """NaN in the keys of a whole segment, sound ones before and behind it, with and without cutting among threads."""
+    spec = llama()
+    weights = random_weights(spec)
+    (text,) = texts_of(800)
+    for threads in (1, 3):
+        sequences = native_sequences(spec, weights, make_kernels(threads), page_tokens=16, tokens=1024)
+        sequences.step([(0, text[:-1])])
+        for logical in range(256 // 16, 512 // 16):
+            page = sequences.tables[PageKind.FULL][0, logical]
+            sequences.arena.page_bytes(PageKind.FULL, int(page)).view(torch.bfloat16).fill_(math.nan)  # type: ignore[arg-type]
+        assert sequences.step([(0, text[-1:])])[0].isnan().any()
 
 
 def test_the_embedding_read_from_the_head_is_the_embedding(make_kernels: MakeKernels) -> None:

@@ -92,7 +92,7 @@ static int prepare_memory(Context *context, const Step *step) {
              want(context, B_OUT, tokens * hidden * 4) && want(context, B_ROTARY, tokens * rotary * 4) &&
              want(context, B_ROW_OF, tokens * 4) && want(context, B_POSITION, tokens * 8) &&
              want(context, B_ROWS, step->rows * 3 * 8) &&
-             reserve_ops(context->pool, (int64_t)model->layer_count * OPS_PER_LAYER + 2) &&
+             want(context, B_HITS, (int64_t)model->layer_count * 4) &&
              want(context, B_PARTIAL, segments * pieces * partial * 4) &&
              want(context, B_NORMED, (experts ? tokens : 0) * hidden * 4) &&
              want(context, B_ROUTER, tokens * experts * 4) && want(context, B_CHOSEN, tokens * active * 4) &&
@@ -167,6 +167,9 @@ _Static_assert(sizeof(ForwardJob) <= JOB_BYTES && sizeof(Product) + sizeof(Matri
 /* ---- a step ----------------------------------------------------------------------------------------------------- */
 
 static int prepare_step(Context *context, Step *step) {
+    const int64_t ops = (int64_t)context->model->layer_count * OPS_PER_LAYER + 2;
+    if (!reserve_ops(context->pool, ops)) return 0;
+    pool_open(context->pool, ops);
     if (!prepare_memory(context, step) || !cut_blocks(context, step)) return 0;
     int64_t t = 0;
     for (int64_t row = 0; row < step->rows; row++)
@@ -182,15 +185,16 @@ static int prepare_step(Context *context, Step *step) {
     return 1;
 }
 
-/* 0 if done, 1 if there was no memory. */
+/* 0 if done, 1 if there was no memory, 2 for a token that the model does not have. */
 EXPORT int tp_forward(Context *context, const Model *model, const Step *step) {
+    for (int64_t t = 0; t < step->tokens; t++)
+        if (step->ids[t] < 0 || step->ids[t] >= model->head.n) return 2;
     pthread_mutex_lock(&context->one_at_a_time);
     if (context->model != model) quiet(context->pool);
     context->model = model;
     ForwardJob job = {context, *step};
     const int ok = prepare_step(context, &job.step);
-    if (ok)
-        pool_run(context->pool, forward, &job, sizeof(job), (int64_t)model->layer_count * OPS_PER_LAYER + 2);
+    if (ok) pool_run(context->pool, forward, &job, sizeof(job));
     pthread_mutex_unlock(&context->one_at_a_time);
     return !ok;
 }
@@ -240,11 +244,12 @@ EXPORT int tp_multiply(Context *context, const Matrix *w, const float *bias, con
     float *scales = (float *)(memory + spreads + values);
     ok = ok && prepare_rows(w, x, rows, (uint16_t *)(memory + spreads), scales);
     if (ok) {
+        pool_open(context->pool, 1);
         const ProductJob job = {context, *w,
                                 {.bias = bias, .x = {memory + spreads, scales, stride, NULL}, .rows = rows,
                                  .out = OUT_STORE, .target = out, .target_stride = w->n},
                                 memory, spread};
-        pool_run(context->pool, multiply_all, &job, sizeof(job), 1);
+        pool_run(context->pool, multiply_all, &job, sizeof(job));
     }
     pthread_mutex_unlock(&context->one_at_a_time);
     return !ok;
@@ -259,10 +264,12 @@ EXPORT int tp_choose(Context *context, const float *logits, int64_t rows, int64_
     const int ok = want(context, B_PRODUCT, each * context->pool->threads) && reserve_ops(context->pool, 1);
     if (ok) {
         const ChoiceJob job = {logits, draws, rows, count, tokens, context->buffers[B_PRODUCT], each};
-        if (rows == 1)
+        if (rows == 1) {
             choose_row(&job, 0, 0);
-        else
-            pool_run(context->pool, choose_rows, &job, sizeof(job), 1);
+        } else {
+            pool_open(context->pool, 1);
+            pool_run(context->pool, choose_rows, &job, sizeof(job));
+        }
     }
     pthread_mutex_unlock(&context->one_at_a_time);
     return !ok;

@@ -180,10 +180,10 @@ static Scratch lay_scratch(char *memory, int32_t dim, int32_t value_dim) {
     return s;
 }
 
-/* Join a segment's (maximum, sum, values) to what came before it. */
-INLINE void join(float *maximum, float *sum, float *values, float other_maximum, float other_sum,
+/* Join a segment's (maximum, sum, values) to what came before it. A segment of NaN has no maximum, but a sum. */
+UNIQUE void join(float *maximum, float *sum, float *values, float other_maximum, float other_sum,
                  const float *other_values, int64_t count) {
-    if (other_maximum == NEVER) return;
+    if (other_maximum == NEVER && other_sum == 0.0f) return;
     const float top = MAX(*maximum, other_maximum);
     const float mine = *maximum == NEVER ? 0.0f : fast_exp(*maximum - top), its = fast_exp(other_maximum - top);
     for (int64_t i = 0; i < count; i++) values[i] = values[i] * mine + other_values[i] * its;
@@ -259,7 +259,7 @@ INLINE void soften(float *scores, bf16 *shares, int columns, int from, int to, f
 /* Queries of `tokens` tokens from position `start` on, heads [head * group, (head + 1) * group) each, over the keys of
  * segment `segment`. queries: token t's heads at queries + t * stride, `dim` values each. Result in partial, maxima and
  * sums, row t * group + g. Only positions that some query sees are read. */
-static void attend_segment(const Shape *shape, const Pages *pages, const int32_t *table, int32_t head,
+UNIQUE void attend_segment(const Shape *shape, const Pages *pages, const int32_t *table, int32_t head,
                            const bf16 *queries, int64_t stride, int64_t start, int32_t tokens, int64_t segment,
                            Scratch *s) {
     const int32_t group = shape->heads / shape->kv_heads, rows = tokens * group;
@@ -322,7 +322,7 @@ INLINE int64_t first_segment(const Shape *shape, int64_t position) {
 }
 
 /* Divide by the sum, the sink included: exp(sink) joins the denominator. */
-INLINE void finish(const Shape *shape, int32_t head, float maximum, float sum, const float *values, float *out,
+UNIQUE void finish(const Shape *shape, int32_t head, float maximum, float sum, const float *values, float *out,
                    bf16 *narrow) {
     float factor = 1.0f;
     if (shape->sinks) {

@@ -22,6 +22,7 @@
 #endif
 
 #define INLINE static inline __attribute__((always_inline))
+#define UNIQUE static __attribute__((noinline)) /* one copy, so that all its callers round alike */
 #define MIN(a, b) ((a) < (b) ? (a) : (b))
 #define MAX(a, b) ((a) > (b) ? (a) : (b))
 #define CEIL_DIV(a, b) (((a) + (b) - 1) / (b))

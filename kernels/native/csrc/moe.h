@@ -33,18 +33,24 @@ static void choose(const Layer *layer, const float *logits, int32_t *chosen, flo
     }
 }
 
+/* How many experts have tokens: one place a layer, because a thread may ask after others have gone on to the next. */
+INLINE int32_t *hits_of(const Context *context, const Layer *layer) {
+    return BUFFER(int32_t, B_HITS) + (layer - context->model->layers);
+}
+
 /* Places of (token, choice) in the order of their experts. */
 static void sort_by_expert(Context *context, const Layer *layer, int64_t tokens) {
     const int64_t count = tokens * layer->active;
     const int32_t *chosen = BUFFER(int32_t, B_CHOSEN);
     int32_t *starts = context->expert_starts, *order = BUFFER(int32_t, B_ORDER), *place = BUFFER(int32_t, B_PLACE);
+    int32_t hits = 0;
     memset(starts, 0, (size_t)(layer->experts + 1) * 4);
     for (int64_t i = 0; i < count; i++) starts[chosen[i] + 1]++;
-    context->hit_count = 0;
     for (int32_t e = 0; e < layer->experts; e++) {
-        if (starts[e + 1]) context->hit[context->hit_count++] = e;
+        if (starts[e + 1]) context->hit[hits++] = e;
         starts[e + 1] += starts[e];
     }
+    *hits_of(context, layer) = hits;
     for (int64_t i = 0; i < count; i++) {
         const int32_t at = starts[chosen[i]]++;
         order[at] = (int32_t)(i / layer->active);
@@ -74,10 +80,11 @@ static void multiply_expert(const Run *run, const Matrix *matrices, Product p, c
     product_panel(&p, task % panels, own_spread(run));
 }
 
-static void multiply_experts(Run *run, const Matrix *matrices, Product p, const int32_t *index, int64_t bias_stride) {
+static void multiply_experts(Run *run, const Layer *layer, const Matrix *matrices, Product p, const int32_t *index,
+                             int64_t bias_stride) {
     p.w = &matrices[0];
     const int64_t panels = product_tasks(&p);
-    EACH_TASK(&run->hand, panels * run->context->hit_count, 6, task,
+    EACH_TASK(&run->hand, panels * *hits_of(run->context, layer), 6, task,
               multiply_expert(run, matrices, p, index, bias_stride, panels, task));
 }
 
@@ -128,7 +135,7 @@ static void mixture(Run *run, const Layer *layer, Preparation before) {
         p.out = OUT_STORE, p.target = BUFFER(float, B_QKV), p.target_stride = 2 * width;
     else if (down->format != FORMAT_INT8 && width % 2 == 0)
         p.narrow = BUFFER(bf16, B_INNER);
-    multiply_experts(run, gate_up, p, BUFFER(int32_t, B_ORDER), 2 * width);
+    multiply_experts(run, layer, gate_up, p, BUFFER(int32_t, B_ORDER), 2 * width);
     if (!can_gate(gate_up)) EACH_TASK(hand, rows, 4, i, activate_row(run, layer, width, i));
     if (p.narrow)
         x = (Rows){p.narrow, NULL, width, NULL};
@@ -136,6 +143,6 @@ static void mixture(Run *run, const Layer *layer, Preparation before) {
         x = prepare(run, (Preparation){.x = BUFFER(float, B_INNER), .w = down}, rows);
     p = (Product){.bias = layer->expert_down_bias, .x = x, .out = OUT_STORE, .target = BUFFER(float, B_EXPERT_OUT),
                   .target_stride = hidden};
-    multiply_experts(run, down, p, NULL, hidden);
+    multiply_experts(run, layer, down, p, NULL, hidden);
     EACH_TASK(hand, tokens, 4, t, join_experts(run, layer, t));
 }

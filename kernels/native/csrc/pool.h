@@ -59,6 +59,7 @@ typedef struct Pool {
     _Atomic int stopping;
     _Alignas(TP_PAD) _Atomic int sleepers;
     _Atomic int active; /* threads other than the caller's that are in a job */
+    pid_t owner;        /* a forked child has none of the threads */
 } Pool;
 
 INLINE void relax(void) {
@@ -90,8 +91,10 @@ INLINE void wake(Pool *pool, uint32_t *word) {
 
 INLINE Op *next_op(Hand *hand) { return &hand->pool->ops[hand->op++]; }
 
-/* The first of up to `stride` tasks that are now this thread's, or -1. */
+/* The first of up to `stride` tasks that are now this thread's, or -1. A late thread may have computed `total` from
+ * what the next job is being made of: the counter is read after that, and has the next job's number by then. */
 INLINE int64_t take(Hand *hand, Op *op, int64_t total, int64_t stride) {
+    atomic_thread_fence(memory_order_acquire);
     uint64_t word = atomic_load_explicit(&op->taken, memory_order_acquire);
     while (!hand->late) {
         const int64_t first = (uint32_t)word;
@@ -129,10 +132,11 @@ INLINE void settle(Hand *hand, Op *op, int64_t total) {
 
 /* About so many pieces a thread, so that one that is held up keeps little from the others. */
 INLINE int64_t stride_for(const Hand *hand, int64_t total, int64_t pieces) {
-    return MAX(1, total / (hand->pool->threads * pieces));
+    return MAX(1, total / (hand->pool->threads * MAX(1, pieces)));
 }
 
-/* for each task `index` of `total`: the body that follows; then wait for all. */
+/* for each task `index` of `total`: the body that follows; then wait for all. `total` must be the same whenever a thread
+ * comes by, however far others are: it may be made of nothing that a later operation of the job writes. */
 #define EACH_TASK(hand, total, pieces, index, body)                                                                   \
     do {                                                                                                              \
         Op *op_ = next_op(hand);                                                                                      \
@@ -184,7 +188,7 @@ static void *member_main(void *given) {
 
 /* Wait until no other thread is in a job; only then may memory that jobs use be given back. */
 static void quiet(Pool *pool) {
-    while (atomic_load(&pool->active) > 0) sched_yield();
+    while (atomic_load(&pool->active) > 0 && pool->owner == getpid()) sched_yield();
 }
 
 /* Room for so many operations in a job. */
@@ -200,18 +204,24 @@ static int reserve_ops(Pool *pool, int64_t count) {
     return 1;
 }
 
-/* Do a job of at most `ops` operations with all threads, the caller's included; returns when it is done. The job is
- * copied; what it points to must stay until then, and what late threads may look at (see Hand.late) for longer. */
-static void pool_run(Pool *pool, Work work, const void *job, size_t bytes, int64_t ops) {
+/* Call before anything is written that a job reads: from here on late threads of earlier jobs find nothing to take.
+ * The job will have at most `ops` operations. */
+static void pool_open(Pool *pool, int64_t ops) {
     const uint32_t number = atomic_load(&pool->started) + 1;
     atomic_store(&pool->prepared, number);
-    atomic_thread_fence(memory_order_seq_cst);
-    pool->work = work;
-    memcpy(pool->job, job, bytes);
     for (int64_t i = 0; i < ops; i++) {
         atomic_store_explicit(&pool->ops[i].taken, (uint64_t)number << 32, memory_order_relaxed);
         atomic_store_explicit(&pool->ops[i].done, (uint64_t)number << 32, memory_order_relaxed);
     }
+    atomic_thread_fence(memory_order_seq_cst);
+}
+
+/* Do the job that was opened with all threads, the caller's included; returns when it is done. The job is copied; what
+ * it points to must stay until then, and what late threads may look at (see Hand.late) for longer. */
+static void pool_run(Pool *pool, Work work, const void *job, size_t bytes) {
+    const uint32_t number = atomic_load(&pool->prepared);
+    pool->work = work;
+    memcpy(pool->job, job, bytes);
     atomic_store(&pool->started, number);
     if (pool->threads > 1) wake(pool, (uint32_t *)&pool->started);
     Hand hand = {pool, 0, number, 0, 0};
@@ -219,10 +229,13 @@ static void pool_run(Pool *pool, Work work, const void *job, size_t bytes, int64
     atomic_store(&pool->finished, number);
 }
 
+/* At least one thread and at most MAX_THREADS; fewer than asked if the system gives no more. */
 static Pool *pool_new(int threads) {
     Pool *pool = NULL;
-    if (threads < 1 || threads > MAX_THREADS || posix_memalign((void **)&pool, TP_PAD, sizeof(Pool)) != 0) return NULL;
+    if (posix_memalign((void **)&pool, TP_PAD, sizeof(Pool)) != 0) return NULL;
     memset(pool, 0, sizeof(Pool));
+    threads = MIN(threads, MAX_THREADS);
+    pool->owner = getpid();
     pool->threads = 1;
     for (int thread = 1; thread < threads; thread++) {
         Member *member = malloc(sizeof(Member));
@@ -242,7 +255,8 @@ static void pool_free(Pool *pool) {
     atomic_store(&pool->stopping, 1);
     atomic_fetch_add(&pool->started, 1);
     syscall(SYS_futex, (uint32_t *)&pool->started, FUTEX_WAKE_PRIVATE, INT_MAX, NULL, NULL, 0);
-    for (int thread = 1; thread < pool->threads; thread++) pthread_join(pool->handles[thread], NULL);
+    for (int thread = 1; thread < pool->threads && pool->owner == getpid(); thread++)
+        pthread_join(pool->handles[thread], NULL);
     free(pool->ops);
     free(pool);
 }

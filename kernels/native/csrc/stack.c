@@ -80,7 +80,7 @@ typedef struct {
 
 enum {
     B_HIDDEN, B_OTHER_HIDDEN, B_X, B_X_SCALES, B_QKV, B_QUERIES, B_ATTENDED, B_INNER, B_OUT, B_ROTARY, B_ROW_OF, B_POSITION,
-    B_ROWS, B_PARTIAL, B_NORMED, B_ROUTER, B_CHOSEN, B_SHARES, B_ORDER, B_PLACE, B_EXPERT_OF, B_EXPERT_OUT, B_PRODUCT, B_BUFFERS
+    B_ROWS, B_PARTIAL, B_NORMED, B_ROUTER, B_CHOSEN, B_SHARES, B_ORDER, B_PLACE, B_HITS, B_EXPERT_OUT, B_PRODUCT, B_BUFFERS
 };
 
 typedef struct {
@@ -96,7 +96,7 @@ typedef struct {
     pthread_mutex_t one_at_a_time;
     int64_t expert_starts_have;
     int32_t *expert_starts; /* [experts + 1] */
-    int32_t *hit, hit_count; /* experts that have tokens */
+    int32_t *hit; /* the experts that have tokens, as many as the layer's entry of B_HITS says */
     _Atomic int64_t bytes;   /* see bytes_read */
 } Context;
 
