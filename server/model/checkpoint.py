@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-import os
 import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from server.errors import StartupError
@@ -33,7 +33,11 @@ DTYPES = {
     "F8_E8M0": torch.float8_e8m0fnu,
 }
 
-_BUFFER_BYTES = 2 * 2**20
+_VIEW_BYTES = 2 * 2**20
+_MAPPED_BYTES = 16 * 2**20
+"""What is read of mapped files before they are opened anew."""
+_MAPPED_BYTES_PER_TENSOR = 8 * 2**10
+"""Opening parses the header, about 1 us for each tensor of the file: as long as reading a few KiB takes."""
 _DEQUANTIZED_ELEMENTS = 2**18
 """What of a GGUF tensor is undone at a time: numpy makes several copies of it in fp32, which fit in a core's cache."""
 _CODES, _SCALES = ".codes", ".scales"
@@ -61,19 +65,26 @@ class Checkpoint(Protocol):
         """Fill target with the rows from `start` on, in target's dtype and on its device."""
         ...
 
+    def release(self) -> None:
+        """Let go of what reading keeps, at the end of a load. More may be read later."""
+        ...
+
 
 class SafetensorsCheckpoint:
     """The safetensors files of a folder, see `weight_files`.
 
-    Files are read and not mapped: the pages of a mapping count as this process's memory for as long as it lives.
+    The library maps a file, and pages of a mapping count as this process's memory for as long as it lives, so files are
+    opened anew every few megabytes. A file that was cut short is refused when it is opened; if it is while it is
+    mapped, the system ends the process (SIGBUS).
     """
 
     is_gguf = False
 
     def __init__(self, folder: Path) -> None:
-        self._open: dict[Path, int] = {}
-        self._opening = threading.Lock()
-        self._scratch = threading.local()
+        self._lock = threading.Lock()
+        self._open: dict[Path, safe_open] = {}
+        self._mapped_bytes = 0
+        self._limit_bytes = _MAPPED_BYTES
         self._home: dict[str, Path] = {}
         self.tensors: dict[str, TensorInfo] = {}
         files = weight_files(folder)
@@ -81,19 +92,16 @@ class SafetensorsCheckpoint:
             raise StartupError(f"{folder}: no .safetensors file is there")
         self.metadata = read_index_metadata(folder)
         for file in files:
-            for name, info in read_header(file).items():
+            header = read_header(file)
+            self._limit_bytes = max(self._limit_bytes, len(header) * _MAPPED_BYTES_PER_TENSOR)
+            for name, info in header.items():
                 if name in self._home:
                     raise StartupError(f"{file}: tensor {name} is already in {self._home[name].name}")
                 self._home[name] = file
                 self.tensors[name] = info
 
-    def __del__(self) -> None:
-        for descriptor in self.__dict__.get("_open", {}).values():
-            os.close(descriptor)
-
     def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
-        info = self.tensors[name]
-        shape = info.shape
+        shape = self.tensors[name].shape
         if start or stop is not None:
             shape = (len(range(*slice(start, stop).indices(shape[0]))), *shape[1:])
         values = torch.empty(shape, dtype=self._dtype(name))
@@ -101,27 +109,21 @@ class SafetensorsCheckpoint:
         return values
 
     def read_into(self, target: Tensor, name: str, start: int = 0) -> None:
-        info, dtype = self.tensors[name], self._dtype(name)
-        if target.numel() == 0:
-            return
-        row_bytes = info.stored_bytes // (info.shape[0] if info.shape else 1)
-        if target.dtype is dtype and target.device.type == "cpu" and target.is_contiguous():
-            self._read_bytes(target.view(-1).view(torch.uint8), name, start * row_bytes)
-            return
-        step = max(1, _BUFFER_BYTES // row_bytes)
-        buffer = self._buffer(min(step, target.shape[0]) * row_bytes)
-        for first in range(0, target.shape[0], step):
-            part = target[first : first + step]
-            stored = buffer[: part.shape[0] * row_bytes]
-            self._read_bytes(stored, name, (start + first) * row_bytes)
-            part.copy_(stored.view(dtype).view(part.shape))
+        info, _ = self.tensors[name], self._dtype(name)
+        if not info.shape:
+            target.copy_(self._view(name, None, info.stored_bytes))
+        elif target.numel():
+            row_bytes = info.stored_bytes // info.shape[0]
+            step = max(1, _VIEW_BYTES // row_bytes)
+            for first in range(0, target.shape[0], step):
+                part = target[first : first + step]
+                rows = slice(start + first, start + first + part.shape[0])
+                part.copy_(self._view(name, rows, part.shape[0] * row_bytes))
 
-    def _buffer(self, count: int) -> Tensor:
-        """At least `count` bytes, one buffer a thread: many of them, freed between tensors that stay, leave holes."""
-        buffer: Tensor | None = getattr(self._scratch, "buffer", None)
-        if buffer is None or buffer.numel() < count:
-            buffer = self._scratch.buffer = torch.empty(max(count, _BUFFER_BYTES), dtype=torch.uint8)
-        return buffer
+    def release(self) -> None:
+        with self._lock:
+            self._open.clear()
+            self._mapped_bytes = 0
 
     def _dtype(self, name: str) -> torch.dtype:
         stored = self.tensors[name].dtype
@@ -129,25 +131,22 @@ class SafetensorsCheckpoint:
             raise StartupError(f"{self._home[name]}: tensor {name} is {stored}, which is not supported")
         return DTYPES[stored]
 
-    def _descriptor(self, file: Path) -> int:
-        with self._opening:
-            if file not in self._open:
-                self._open[file] = os.open(file, os.O_RDONLY)
-            return self._open[file]
-
-    def _read_bytes(self, target: Tensor, name: str, offset: int) -> None:
-        """Fill a vector of bytes from a tensor's byte `offset` on. Other threads run meanwhile."""
-        file, view = self._home[name], target.numpy().data
-        position = self.tensors[name].offset + offset
+    def _view(self, name: str, rows: slice | None, count: int) -> Tensor:
+        """`count` bytes of the mapped file, which stays mapped for as long as the view lives."""
+        file = self._home[name]
         try:
-            descriptor = self._descriptor(file)
-            while view:
-                count = os.preadv(descriptor, [view], position)
-                if count == 0:
-                    raise StartupError(f"{file}: tensor {name} cannot be read: the file was cut short meanwhile")
-                view, position = view[count:], position + count
-        except OSError as error:
-            raise StartupError(f"{file}: tensor {name} cannot be read: {error.strerror}") from error
+            with self._lock:
+                if self._mapped_bytes >= self._limit_bytes:
+                    self._open.clear()
+                    self._mapped_bytes = 0
+                self._mapped_bytes += count
+                if file not in self._open:
+                    self._open[file] = safe_open(file, framework="pt")
+                opened: Any = self._open[file]
+            stored: Tensor = opened.get_tensor(name) if rows is None else opened.get_slice(name)[rows]
+        except (OSError, SafetensorError) as error:
+            raise StartupError(f"{file}: tensor {name} cannot be read: {error}") from error
+        return stored
 
 
 class GGUFCheckpoint:
@@ -200,6 +199,9 @@ class GGUFCheckpoint:
         for first in range(0, target.shape[0], step):
             part = target[first : first + step]
             part.copy_(self.read(name, start + first, start + first + part.shape[0]))
+
+    def release(self) -> None:
+        """Nothing: every read gives its pages back."""
 
 
 def scales_of(name: str) -> str:

@@ -287,6 +287,7 @@ class _Loader:
             )
         finally:
             pool.shutdown(cancel_futures=True)
+            self.checkpoint.release()
             _return_freed_memory()
 
     def progress(self, read_bytes: int) -> None:
