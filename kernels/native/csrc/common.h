@@ -57,8 +57,8 @@ static void row_to_bf16(const float *source, bf16 *target, int64_t count) {
 /* e^x to about 2 ulp for x <= 88; 0 for x below -87. The loop around it becomes vector code: no branch, no call.
  * 2^f on [-0.5, 0.5] by its Taylor polynomial of degree 6. */
 INLINE float fast_exp(float x) {
-    float clipped = x < -87.0f ? -87.0f : x;
-    clipped = clipped > 88.0f ? 88.0f : clipped;
+    float clipped = x > -87.0f ? x : -87.0f; /* NaN, too: it must not become an int */
+    clipped = clipped < 88.0f ? clipped : 88.0f;
     float scaled = clipped * 1.44269504088896341f;
     float whole = (scaled + 12582912.0f) - 12582912.0f;
     float f = clipped - whole * 0.693145751953125f;
