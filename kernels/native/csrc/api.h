@@ -93,7 +93,7 @@ static int prepare_memory(Context *context, const Step *step) {
              want(context, B_ROW_OF, tokens * 4) && want(context, B_POSITION, tokens * 8) &&
              want(context, B_ROWS, step->rows * 3 * 8) &&
              want(context, B_HITS, (int64_t)model->layer_count * 4) &&
-             want(context, B_PARTIAL, segments * pieces * partial * 4) &&
+             want(context, B_PARTIAL, MIN(segments * pieces * partial * 4, PARTIAL_BYTES)) &&
              want(context, B_NORMED, (experts ? tokens : 0) * hidden * 4) &&
              want(context, B_ROUTER, tokens * experts * 4) && want(context, B_CHOSEN, tokens * active * 4) &&
              want(context, B_SHARES, tokens * active * 4) && want(context, B_ORDER, tokens * active * 4) &&

@@ -292,6 +292,7 @@ INLINE Scratch own_scratch(const Run *run, const Shape *shape) {
     return lay_scratch(own(run) + run->context->own_attention, shape->dim, shape->value_dim);
 }
 
+#define PARTIAL_BYTES (64 << 20) /* of partial results; very long contexts on many cores are left whole */
 #define SPLIT_ROWS 16 /* query rows of a block up to which its segments may go to several threads */
 
 INLINE int64_t partial_floats(const Shape *shape) { return (CEIL_DIV(shape->value_dim, PANEL) * PANEL + 2) * SPLIT_ROWS; }
@@ -307,7 +308,8 @@ static int64_t splits(const Run *run, const Shape *shape, const Blocks *blocks) 
         if (block->count * blocks->group > SPLIT_ROWS) return 0;
         most = MAX(most, segments_of(shape, block));
     }
-    return most > 1 ? most : 0;
+    const int64_t bytes = most * blocks->count * shape->kv_heads * partial_floats(shape) * 4;
+    return most > 1 && bytes <= PARTIAL_BYTES ? most : 0;
 }
 
 typedef struct {
