@@ -2,7 +2,8 @@
 
     python -m bench.loading smollm2-135m gemma3-270m
 
-Each model is loaded from its GGUF file and from a bf16 folder of the same weights, each in a process of its own. The
+Each model is loaded from its GGUF file and from a bf16 folder of the same weights, in bf16 and in int8, each in a
+process of its own. The
 memory of loading is the peak over what the process had before (imports, tokenizer), beside what the weights take at
 rest: 1.00x is as good as it can be. Pages of the files that stay mapped count. The arena is allocated, but its pages
 are not touched before they are used; the peak with it is given for the whole arena.
@@ -48,14 +49,14 @@ class Load:
         whole = (growth + self.arena_bytes) / (self.weight_bytes + self.arena_bytes)
         at_peak = f"{growth / self.weight_bytes:.2f}x, with the arena {whole:.2f}x"
         return (
-            f"{name:<28} load {self.load_s:5.2f} s ({self.load_cpu_s:.2f} s CPU)  "
+            f"{name:<36} load {self.load_s:5.2f} s ({self.load_cpu_s:.2f} s CPU)  "
             f"weights {_mib(self.weight_bytes)}  peak +{_mib(growth)} ({at_peak})  "
             f"kept +{_mib(kept)} ({kept / self.weight_bytes:.2f}x)  base {_mib(self.base_bytes)}  "
             f"imports {self.imports_s:.2f} s  description {self.describe_s:.2f} s"
         )
 
 
-def measure(model: str) -> Load:
+def measure(model: str, quantization: str) -> Load:
     """Load `model` here and now: for a process that has done nothing else."""
     started_s = time.perf_counter()
     from server import assemble
@@ -63,7 +64,7 @@ def measure(model: str) -> Load:
     from server.model.source import resolve
 
     imports_s = time.perf_counter() - started_s
-    config = read_config([model], {})
+    config = read_config([model, "--quantization", quantization], {})
     described = assemble.describe(config, resolve(model, cache_folder=config.model.cache_folder))
     describe_s = time.perf_counter() - started_s - imports_s
     Path("/proc/self/clear_refs").write_text(CLEAR_PEAK)
@@ -111,10 +112,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="*", default=["smollm2-135m", "gemma3-270m"])
     parser.add_argument("--one", action="store_true", help="load one model in this process and print JSON")
+    parser.add_argument("--quantization", default="none", help="with --one: none or int8")
     parser.add_argument("--runs", type=int, default=3)
     wanted = parser.parse_args()
     if wanted.one:
-        print(json.dumps(asdict(measure(wanted.models[0]))))
+        print(json.dumps(asdict(measure(wanted.models[0], wanted.quantization))))
         return
     from bench.weights import prepare  # which imports torch: what one load imports is counted
 
@@ -123,15 +125,15 @@ def main() -> None:
     for model in wanted.models:
         folder = str(prepare(model, cache).hf_folder)
         for name, path in ((f"{model} (GGUF)", model), (f"{model} (bf16 folder)", folder)):
-            for _ in range(wanted.runs):
-                print(_in_a_process(path).line(name), flush=True)
+            for quantization in ("none", "int8") * wanted.runs:
+                print(_in_a_process(path, quantization).line(f"{name} {quantization}"), flush=True)
         for _ in range(wanted.runs):
             ready_s, token_s = first_token(model)
-            print(f"{model:<28} ready after {ready_s:.2f} s, first token after {token_s:.2f} s", flush=True)
+            print(f"{model:<36} ready after {ready_s:.2f} s, first token after {token_s:.2f} s", flush=True)
 
 
-def _in_a_process(model: str) -> Load:
-    command = [sys.executable, "-m", "bench.loading", "--one", model]
+def _in_a_process(model: str, quantization: str) -> Load:
+    command = [sys.executable, "-m", "bench.loading", "--one", model, "--quantization", quantization]
     environment = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE"}  # as the command line sets it, before torch is imported
     done = subprocess.run(
         command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment, text=True, check=True

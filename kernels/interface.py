@@ -6,11 +6,13 @@ E experts, A active experts.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 from torch import Tensor
 
+from kernels.packing import Packing
 from kernels.quantized import Matrix
 
 Activation = Literal["silu", "gelu_tanh", "clamped_swiglu"]
@@ -94,6 +96,10 @@ class Kernels(Protocol):
 
         A quantized matrix is never quantized again: it stays as the checkpoint has it, or is laid out anew.
         """
+        ...
+
+    def packing(self, shape: Sequence[int]) -> Packing:
+        """`pack` for a matrix [N, K] or [E, N, K] that is read a few rows at a time."""
         ...
 
     def linear(self, x: Tensor, weight: Matrix, bias: Tensor | None = None) -> Tensor:

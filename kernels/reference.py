@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -16,6 +18,7 @@ from kernels.interface import (
     StepRows,
     WriteIndex,
 )
+from kernels.packing import Packing, WholePacking
 from kernels.quantized import Matrix, dense
 from kernels.reference_attention import AttentionPlan, paged_attention, plan_attention
 
@@ -112,6 +115,9 @@ class ReferenceKernels:
 
     def pack(self, weight: Matrix) -> Matrix:
         return weight
+
+    def packing(self, shape: Sequence[int]) -> Packing:
+        return WholePacking(shape, self.pack)
 
     def linear(self, x: Tensor, weight: Matrix, bias: Tensor | None = None) -> Tensor:
         return F.linear(x, dense(weight, x.dtype), bias)

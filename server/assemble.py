@@ -236,6 +236,7 @@ def _load(config: ServeConfig, model: Model) -> ModelRunner:
                 model.device,
                 bar.update,
                 model.kernels.pack,
+                packing=model.kernels.packing if isinstance(model.kernels, NativeKernels) else None,
                 embeds_from_head=isinstance(model.kernels, NativeKernels),
             )
             arena = KVArena(model.spec, model.memory.layout, model.dtype, model.device)

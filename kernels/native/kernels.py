@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kernels.native import library
 from kernels.native.build import BuildError, build
-from kernels.native.packed import PackedMatrix, pack
+from kernels.native.packed import PackedMatrix, PanelPacking, pack
 from kernels.native.stack import Context
 from kernels.quantized import Matrix
 from kernels.reference import ReferenceKernels
@@ -50,6 +50,9 @@ class NativeKernels(ReferenceKernels):
 
     def pack(self, weight: Matrix) -> Matrix:
         return pack(weight, int8=self.int8)
+
+    def packing(self, shape: Sequence[int]) -> PanelPacking:
+        return PanelPacking(shape, int8=self.int8)
 
     def linear(self, x: Tensor, weight: Matrix, bias: Tensor | None = None) -> Tensor:
         if isinstance(weight, PackedMatrix) and x.dtype is torch.bfloat16:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -44,20 +45,21 @@ class PackedMatrix:
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         rows, columns = self.shape[-2:]
-        pairs = self.data.transpose(-1, -2).flatten(-3, -2)  # [..., P * 32, C]
+        # A copy, since a tensor with one pair a row counts as contiguous as it is, and cannot be viewed.
+        pairs = self.data.transpose(-1, -2).flatten(-3, -2).clone(memory_format=torch.contiguous_format)
         if self.format is Format.BF16:
-            values = pairs.contiguous().view(torch.bfloat16)
+            values = pairs.view(torch.bfloat16)
             return values[..., :rows, :columns].to(dtype)
         assert self.scales is not None
         if self.format is Format.INT8:
-            values = pairs.contiguous().view(torch.int8).float() * self.scales.flatten(-2)[..., None]
+            values = pairs.view(torch.int8).float() * self.scales.flatten(-2)[..., None]
         elif self.format is Format.FP8:
             scales = self.scales.transpose(-1, -2).flatten(-3, -2).repeat_interleave(BLOCK_COLUMNS, -1)
-            codes = pairs.contiguous().view(torch.float8_e4m3fn)
+            codes = pairs.view(torch.float8_e4m3fn)
             values = codes.float() * scales[..., : codes.shape[-1]]
         else:
             scales = self.scales.transpose(-1, -2).flatten(-3, -2)  # [..., P * 32, K / 32]
-            return Mxfp4(codes=pairs.contiguous(), scales=scales.contiguous()).dequantize(dtype)[..., :rows, :columns]
+            return Mxfp4(codes=pairs, scales=scales.contiguous()).dequantize(dtype)[..., :rows, :columns]
         return values[..., :rows, :columns].to(dtype)
 
     def __getitem__(self, index: Index) -> PackedMatrix:
@@ -82,51 +84,97 @@ class PackedMatrix:
         )
 
 
+class PanelPacking:
+    """A matrix whose panels are written as its rows come. Implements `kernels.packing.Packing`."""
+
+    def __init__(self, shape: Sequence[int], *, int8: bool = False) -> None:
+        self.shape = torch.Size(shape)
+        self.int8 = int8
+        self.matrix: PackedMatrix | None = None
+
+    def put(self, start: int, rows: Matrix, expert: int | None = None) -> None:
+        encoded = _encode(rows, int8=self.int8)
+        if self.matrix is None:
+            self.matrix = self._empty(encoded)
+        matrix = self.matrix if expert is None else self.matrix[expert]
+        _place(matrix.data, encoded.pairs, start)
+        if encoded.scales is not None:
+            assert matrix.scales is not None
+            one_a_row = matrix.format is Format.INT8
+            _place(matrix.scales.unsqueeze(-2) if one_a_row else matrix.scales, encoded.scales, start)
+
+    def done(self) -> PackedMatrix:
+        assert self.matrix is not None
+        return self.matrix
+
+    def _empty(self, first: _Encoded) -> PackedMatrix:
+        *leading, rows, _ = self.shape
+
+        def panels(like: Tensor) -> Tensor:
+            made = like.new_empty(*leading, -(-rows // PANEL), like.shape[-1], PANEL)
+            if rows % PANEL:
+                made[..., -1, :, rows % PANEL :] = 0
+            return made
+
+        scales = None if first.scales is None else panels(first.scales)
+        if scales is not None and first.format is Format.INT8:
+            scales = scales.squeeze(-2)
+        return PackedMatrix(shape=self.shape, format=first.format, data=panels(first.pairs), scales=scales)
+
+
 def pack(matrix: Matrix, *, int8: bool = False) -> PackedMatrix:
     """[..., N, K] in panels. Plain values are rounded to bf16, or to int8 with one scale a row; codes stay the codes
     they are."""
     if isinstance(matrix, PackedMatrix):
         return matrix
-    if isinstance(matrix, BlockScaled):
-        scales = matrix.scales[..., matrix.row_scale.long(), :]
-        return PackedMatrix(
-            shape=matrix.shape,
-            format=Format.FP8,
-            data=_pairs(matrix.codes.view(torch.uint8), torch.int16),
-            scales=_panels(scales).transpose(-1, -2).contiguous(),
-        )
-    if isinstance(matrix, Mxfp4):
-        return PackedMatrix(
-            shape=matrix.shape,
-            format=Format.MXFP4,
-            data=_pairs(matrix.codes, torch.uint8),
-            scales=_panels(matrix.scales).transpose(-1, -2).contiguous(),
-        )
-    if not isinstance(matrix, Tensor):
-        raise TypeError(type(matrix).__name__)
-    if int8:
-        wide = matrix.float()
-        largest = wide.abs().amax(-1).clamp(min=1e-35)
-        codes = torch.round(wide * (INT8_STEPS / largest)[..., None]).to(torch.int8)
-        return PackedMatrix(
-            shape=matrix.shape,
-            format=Format.INT8,
-            data=_pairs(codes, torch.int16),
-            scales=_panels((largest / INT8_STEPS)[..., None]).squeeze(-1).contiguous(),
-        )
-    return PackedMatrix(shape=matrix.shape, format=Format.BF16, data=_pairs(matrix.to(torch.bfloat16), torch.int32))
+    packing = PanelPacking(matrix.shape, int8=int8)
+    packing.put(0, matrix)
+    return packing.done()
 
 
-def _panels(rows: Tensor) -> Tensor:
-    """[..., N, X] -> [..., P, 32, X], padded with zeros."""
-    padded = F.pad(rows, (0, 0, 0, -rows.shape[-2] % PANEL))
-    return padded.reshape(*padded.shape[:-2], -1, PANEL, padded.shape[-1])
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Encoded:
+    """Rows before they go into panels: pairs [..., n, C] and scales [..., n, X]."""
+
+    format: Format
+    pairs: Tensor
+    scales: Tensor | None = None
+
+
+def _encode(rows: Matrix, *, int8: bool) -> _Encoded:
+    if isinstance(rows, BlockScaled):
+        pairs = _pairs(rows.codes.view(torch.uint8), torch.int16)
+        return _Encoded(format=Format.FP8, pairs=pairs, scales=rows.scales[..., rows.row_scale.long(), :])
+    if isinstance(rows, Mxfp4):
+        return _Encoded(format=Format.MXFP4, pairs=rows.codes, scales=rows.scales)
+    if not isinstance(rows, Tensor):
+        raise TypeError(type(rows).__name__)
+    if not int8:
+        return _Encoded(format=Format.BF16, pairs=_pairs(rows.to(torch.bfloat16), torch.int32))
+    wide = rows.to(torch.float32, copy=True)
+    least, most = wide.aminmax(dim=-1, keepdim=True)
+    largest = torch.maximum(-least, most).clamp(min=1e-35)
+    codes = wide.mul_(INT8_STEPS / largest).round_().to(torch.int8)
+    return _Encoded(format=Format.INT8, pairs=_pairs(codes, torch.int16), scales=largest / INT8_STEPS)
 
 
 def _pairs(values: Tensor, pair: torch.dtype) -> Tensor:
-    """[..., N, K] -> [..., P, C, 32] of pairs."""
+    """[..., n, K] -> [..., n, C] of pairs."""
     odd = values.shape[-1] % (pair.itemsize // values.element_size())
-    if odd or values.shape[-2] % PANEL:
-        values = F.pad(values, (0, odd, 0, -values.shape[-2] % PANEL))
-    joined = values.contiguous().view(pair)  # [..., P * 32, C]
-    return joined.reshape(*joined.shape[:-2], -1, PANEL, joined.shape[-1]).transpose(-1, -2).contiguous()
+    return (F.pad(values, (0, odd)) if odd else values.contiguous()).view(pair)
+
+
+def _place(panels: Tensor, rows: Tensor, start: int) -> None:
+    """rows [..., n, X] become rows [start, start + n) of panels [..., P, X, 32]."""
+    done, count = 0, rows.shape[-2]
+    while done < count:
+        panel, lane = divmod(start + done, PANEL)
+        if lane or count - done < PANEL:
+            taken = min(PANEL - lane, count - done)
+            panels[..., panel, :, lane : lane + taken] = rows[..., done : done + taken, :].transpose(-1, -2)
+        else:
+            whole = (count - done) // PANEL
+            taken = whole * PANEL
+            full = rows[..., done : done + taken, :].reshape(*rows.shape[:-2], whole, PANEL, rows.shape[-1])
+            panels[..., panel : panel + whole, :, :] = full.transpose(-1, -2)
+        done += taken

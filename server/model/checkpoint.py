@@ -33,12 +33,12 @@ DTYPES = {
     "F8_E8M0": torch.float8_e8m0fnu,
 }
 
-_VIEW_BYTES = 2 * 2**20
-_MAPPED_BYTES = 16 * 2**20
+_VIEW_BYTES = 2**20
+_MAPPED_BYTES = 8 * 2**20
 """What is read of mapped files before they are opened anew."""
 _MAPPED_BYTES_PER_TENSOR = 8 * 2**10
 """Opening parses the header, about 1 us for each tensor of the file: as long as reading a few KiB takes."""
-_DEQUANTIZED_ELEMENTS = 2**18
+_DEQUANTIZED_ELEMENTS = 2**17
 """What of a GGUF tensor is undone at a time: numpy makes several copies of it in fp32, which fit in a core's cache."""
 _CODES, _SCALES = ".codes", ".scales"
 

@@ -6,7 +6,7 @@ a matrix per expert and projection, are read in `weights`. Letters: E experts, M
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -14,9 +14,11 @@ import torch
 from torch import Tensor
 
 from kernels.mxfp4 import BLOCK_COLUMNS, Mxfp4
+from kernels.packing import Packing
 from kernels.quantized import Matrix
 from server.model.spec import ExpertFiles, MoESpec
 
+MakePacking = Callable[[Sequence[int]], Packing]
 Shapes = dict[str, tuple[int, ...]]
 Read = Callable[[str, int | None], Tensor]
 """(part of the layer, entry of its leading axis or None for all of it) -> the stored tensor. One entry after another is
@@ -38,8 +40,10 @@ class Stored(Protocol):
         """Canonical parts of a layer and their shapes in the file. Parts that end in _codes or _scales are bytes."""
         ...
 
-    def load(self, moe: MoESpec, hidden: int, read: Read, dtype: torch.dtype, device: torch.device) -> Experts:
-        """Plain matrices and biases become dtype; codes and scales stay what they are."""
+    def load(
+        self, moe: MoESpec, hidden: int, read: Read, dtype: torch.dtype, device: torch.device, packing: MakePacking
+    ) -> Experts:
+        """Plain matrices and biases become dtype; codes and scales stay what they are. One expert is held at a time."""
         ...
 
 
@@ -54,14 +58,16 @@ class Interleaved:
             **_bias_shapes(moe, hidden),
         }
 
-    def load(self, moe: MoESpec, hidden: int, read: Read, dtype: torch.dtype, device: torch.device) -> Experts:
-        gate_up = torch.empty(moe.experts, 2 * moe.width, hidden, dtype=dtype, device=device)
-        down = torch.empty(moe.experts, hidden, moe.width, dtype=dtype, device=device)
+    def load(
+        self, moe: MoESpec, hidden: int, read: Read, dtype: torch.dtype, device: torch.device, packing: MakePacking
+    ) -> Experts:
+        stacks, gate_up, down = _Stacks(moe, hidden, packing), *_empty(moe, hidden, dtype, device)
         for expert in range(moe.experts):
-            _in_halves(read("experts_gate_up", expert).T, gate_up[expert])
-            down[expert] = read("experts_down", expert).T
+            _in_halves(read("experts_gate_up", expert).T, gate_up)
+            down.copy_(read("experts_down", expert).T)
+            stacks.put(expert, gate_up, down)
         gate_up_bias, down_bias = _biases(moe, hidden, read, dtype, device)
-        return Experts(gate_up=gate_up, gate_up_bias=gate_up_bias, down=down, down_bias=down_bias)
+        return stacks.done(gate_up_bias, down_bias)
 
 
 class InterleavedMxfp4:
@@ -78,15 +84,18 @@ class InterleavedMxfp4:
             **_bias_shapes(moe, hidden),
         }
 
-    def load(self, moe: MoESpec, hidden: int, read: Read, dtype: torch.dtype, device: torch.device) -> Experts:
-        gate_up, down = _empty_mxfp4(moe, hidden, device)
+    def load(
+        self, moe: MoESpec, hidden: int, read: Read, dtype: torch.dtype, device: torch.device, packing: MakePacking
+    ) -> Experts:
+        stacks, gate_up, down = _Stacks(moe, hidden, packing), *_empty_mxfp4(moe, hidden, device)
         for expert in range(moe.experts):
-            _in_halves(read("experts_gate_up_codes", expert).flatten(1), gate_up.codes[expert])
-            _in_halves(read("experts_gate_up_scales", expert), gate_up.scales[expert])
-            down.codes[expert] = read("experts_down_codes", expert).flatten(1)
-            down.scales[expert] = read("experts_down_scales", expert)
+            _in_halves(read("experts_gate_up_codes", expert).flatten(1), gate_up.codes)
+            _in_halves(read("experts_gate_up_scales", expert), gate_up.scales)
+            down.codes.copy_(read("experts_down_codes", expert).flatten(1))
+            down.scales.copy_(read("experts_down_scales", expert))
+            stacks.put(expert, gate_up, down)
         gate_up_bias, down_bias = _biases(moe, hidden, read, dtype, device)
-        return Experts(gate_up=gate_up, gate_up_bias=gate_up_bias, down=down, down_bias=down_bias)
+        return stacks.done(gate_up_bias, down_bias)
 
 
 class SplitMxfp4:
@@ -100,13 +109,16 @@ class SplitMxfp4:
                 found[f"experts.{expert}.{part}_scales"] = (rows, columns // BLOCK_COLUMNS)
         return found
 
-    def load(self, moe: MoESpec, hidden: int, read: Read, dtype: torch.dtype, device: torch.device) -> Experts:
-        gate_up, down = _empty_mxfp4(moe, hidden, device)
+    def load(
+        self, moe: MoESpec, hidden: int, read: Read, dtype: torch.dtype, device: torch.device, packing: MakePacking
+    ) -> Experts:
+        stacks, gate_up, down = _Stacks(moe, hidden, packing), *_empty_mxfp4(moe, hidden, device)
         for expert in range(moe.experts):
-            for part, target in _parts(moe, gate_up[expert], down[expert]).items():
+            for part, target in _parts(moe, gate_up, down).items():
                 target.codes.copy_(read(f"experts.{expert}.{part}_codes", None))
                 target.scales.copy_(read(f"experts.{expert}.{part}_scales", None))
-        return Experts(gate_up=gate_up, down=down)
+            stacks.put(expert, gate_up, down)
+        return stacks.done()
 
 
 class Stacked:
@@ -116,15 +128,17 @@ class Stacked:
         matrices = {f"experts_{part}": (moe.experts, *shape) for part, shape in _projections(moe, hidden).items()}
         return matrices | _stacked_bias_shapes(moe, hidden)
 
-    def load(self, moe: MoESpec, hidden: int, read: Read, dtype: torch.dtype, device: torch.device) -> Experts:
-        gate_up = torch.empty(moe.experts, 2 * moe.width, hidden, dtype=dtype, device=device)
-        down = torch.empty(moe.experts, hidden, moe.width, dtype=dtype, device=device)
+    def load(
+        self, moe: MoESpec, hidden: int, read: Read, dtype: torch.dtype, device: torch.device, packing: MakePacking
+    ) -> Experts:
+        stacks, gate_up, down = _Stacks(moe, hidden, packing), *_empty(moe, hidden, dtype, device)
         for expert in range(moe.experts):
-            gate_up[expert, : moe.width] = read("experts_gate", expert)
-            gate_up[expert, moe.width :] = read("experts_up", expert)
-            down[expert] = read("experts_down", expert)
+            gate_up[: moe.width] = read("experts_gate", expert)
+            gate_up[moe.width :] = read("experts_up", expert)
+            down.copy_(read("experts_down", expert))
+            stacks.put(expert, gate_up, down)
         gate_up_bias, down_bias = _stacked_biases(moe, read, dtype, device)
-        return Experts(gate_up=gate_up, gate_up_bias=gate_up_bias, down=down, down_bias=down_bias)
+        return stacks.done(gate_up_bias, down_bias)
 
 
 class StackedMxfp4:
@@ -137,14 +151,17 @@ class StackedMxfp4:
             found[f"experts_{part}_scales"] = (moe.experts, rows, columns // BLOCK_COLUMNS)
         return found
 
-    def load(self, moe: MoESpec, hidden: int, read: Read, dtype: torch.dtype, device: torch.device) -> Experts:
-        gate_up, down = _empty_mxfp4(moe, hidden, device)
+    def load(
+        self, moe: MoESpec, hidden: int, read: Read, dtype: torch.dtype, device: torch.device, packing: MakePacking
+    ) -> Experts:
+        stacks, gate_up, down = _Stacks(moe, hidden, packing), *_empty_mxfp4(moe, hidden, device)
         for expert in range(moe.experts):
-            for part, target in _parts(moe, gate_up[expert], down[expert]).items():
+            for part, target in _parts(moe, gate_up, down).items():
                 target.codes.copy_(read(f"experts_{part}_codes", expert))
                 target.scales.copy_(read(f"experts_{part}_scales", expert))
+            stacks.put(expert, gate_up, down)
         gate_up_bias, down_bias = _stacked_biases(moe, read, dtype, device)
-        return Experts(gate_up=gate_up, gate_up_bias=gate_up_bias, down=down, down_bias=down_bias)
+        return stacks.done(gate_up_bias, down_bias)
 
 
 STORED: dict[ExpertFiles, Stored] = {
@@ -160,13 +177,36 @@ def _projections(moe: MoESpec, hidden: int) -> dict[str, tuple[int, int]]:
     return {"gate": (moe.width, hidden), "up": (moe.width, hidden), "down": (hidden, moe.width)}
 
 
+class _Stacks:
+    """The matrices of all experts, packed one expert after another."""
+
+    def __init__(self, moe: MoESpec, hidden: int, packing: MakePacking) -> None:
+        self.gate_up = packing((moe.experts, 2 * moe.width, hidden))
+        self.down = packing((moe.experts, hidden, moe.width))
+
+    def put(self, expert: int, gate_up: Matrix, down: Matrix) -> None:
+        self.gate_up.put(0, gate_up, expert)
+        self.down.put(0, down, expert)
+
+    def done(self, gate_up_bias: Tensor | None = None, down_bias: Tensor | None = None) -> Experts:
+        return Experts(
+            gate_up=self.gate_up.done(), gate_up_bias=gate_up_bias, down=self.down.done(), down_bias=down_bias
+        )
+
+
+def _empty(moe: MoESpec, hidden: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+    """gate_up and down of one expert."""
+    gate_up = torch.empty(2 * moe.width, hidden, dtype=dtype, device=device)
+    return gate_up, torch.empty(hidden, moe.width, dtype=dtype, device=device)
+
+
 def _empty_mxfp4(moe: MoESpec, hidden: int, device: torch.device) -> tuple[Mxfp4, Mxfp4]:
-    """gate_up and down of all experts."""
+    """gate_up and down of one expert."""
 
     def empty(rows: int, columns: int) -> Mxfp4:
         return Mxfp4(
-            codes=torch.empty(moe.experts, rows, columns // 2, dtype=torch.uint8, device=device),
-            scales=torch.empty(moe.experts, rows, columns // BLOCK_COLUMNS, dtype=torch.uint8, device=device),
+            codes=torch.empty(rows, columns // 2, dtype=torch.uint8, device=device),
+            scales=torch.empty(rows, columns // BLOCK_COLUMNS, dtype=torch.uint8, device=device),
         )
 
     return empty(2 * moe.width, hidden), empty(hidden, moe.width)

@@ -1,8 +1,8 @@
 """Weights in the shapes that the decoder multiplies by, and their loading.
 
-q, k and v are rows of one matrix, gate and up of another: fewer and larger products. A matrix is allocated once in its
-final form and filled part by part from the checkpoint, so there are never two copies of the model in memory. fp8
-matrices keep their codes and scales, see `kernels.quantized.BlockScaled`.
+q, k and v are rows of one matrix, gate and up of another: fewer and larger products. A matrix is read and packed a few
+rows at a time, so none is ever in memory twice, unless a backend wants it whole (`kernels.packing`). fp8 matrices keep
+their codes and scales, see `kernels.quantized.BlockScaled`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import os
 import re
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -22,6 +22,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from kernels.packing import Packing, WholePacking
 from kernels.quantized import BlockScaled, Matrix
 from server.errors import StartupError
 from server.model.checkpoint import Checkpoint
@@ -34,13 +35,18 @@ from server.model.stored_rows import SCALE_COLUMNS, Scales, StoredRows, locate, 
 
 Progress = Callable[[int], None]
 Pack = Callable[[Matrix], Matrix]
+MakePacking = Callable[[Sequence[int]], Packing]
+Copy = Callable[[Tensor, str, int], None]
+"""(target, the checkpoint's tensor, its first row): fills target."""
 
 _CHUNK_BYTES = 16 * 2**20
 """What is read between two reports of progress, at most."""
+_PACKED_BYTES = 2**18
+"""Rows that are packed at a time: few enough to stay in a core's cache."""
 
 _WORKERS = 4
 _IN_FLIGHT_BYTES = 256 * 2**20
-"""Matrices that are read but not packed, unless one alone is larger."""
+"""Matrices that are held whole until they are packed, unless one alone is larger."""
 
 _MULTIPLIED = ("q", "k", "v", "o", "gate", "up", "down", "head", "eh_proj")
 _JOINED = {"q": "qkv", "k": "qkv", "v": "qkv", "gate": "gate_up", "up": "gate_up"}
@@ -215,18 +221,19 @@ def load_weights(
     progress: Progress = lambda read_bytes: None,
     pack: Pack = lambda matrix: matrix,
     *,
+    packing: MakePacking | None = None,
     embeds_from_head: bool = False,
 ) -> Weights:
     """Read a whole model. progress is called with the number of checkpoint bytes just read. Every matrix that the
-    decoder multiplies by goes through pack as soon as it is complete, see `kernels.interface.Kernels.pack`.
-    embeds_from_head: where the embedding is tied, only the packed head is kept.
+    decoder multiplies by goes through pack as soon as it is complete, or through packing while it is read, see
+    `kernels.interface.Kernels`. embeds_from_head: where the embedding is tied, only the packed head is kept.
 
     A few layers at a time are loaded, each in a thread of its own, so one is read while another is packed: pack must
     bear that. progress is called by one thread at a time.
 
     Raises StartupError that names missing, unused or misshapen tensors, before any weight is read.
     """
-    return _Loader(spec, checkpoint, dtype, torch.device(device), progress, pack, embeds_from_head).load()
+    return _Loader(spec, checkpoint, dtype, torch.device(device), progress, pack, packing, embeds_from_head).load()
 
 
 def checkpoint_bytes(spec: ModelSpec, checkpoint: Checkpoint) -> int:
@@ -252,6 +259,7 @@ class _Loader:
         device: torch.device,
         progress: Progress,
         pack: Pack,
+        packing: MakePacking | None,
         embeds_from_head: bool,
     ) -> None:
         self.spec = spec
@@ -261,6 +269,9 @@ class _Loader:
         self.report = progress
         self.reporting = threading.Lock()
         self.pack = pack
+        self.packing = packing or (lambda shape: WholePacking(shape, pack))
+        self.holds_whole = packing is None
+        self.scratch = threading.local()
         self.embeds_from_head = embeds_from_head
         self.shapes = tensor_shapes(spec)
         self.table = _names(spec, checkpoint)
@@ -297,10 +308,12 @@ class _Loader:
     def _embedding_and_head(self) -> tuple[Matrix, Matrix]:
         if not self.spec.tied_embeddings:
             return self._matrix("embedding"), self._packed("head")
+        if self.embeds_from_head:
+            head = self._packed("embedding")
+            return head, head
         with self.in_flight.take(self._bytes(["embedding"])):
             embedding = self._matrix("embedding")
-            head = self.pack(embedding)
-            return head if self.embeds_from_head else embedding, head
+            return embedding, self.pack(embedding)
 
     def _mtp(self, at: str, layer: LayerSpec) -> MTPWeights:
         return MTPWeights(
@@ -372,49 +385,93 @@ class _Loader:
             math.prod(shape) * _stored_dtype(part, self.dtype).itemsize
             for part, shape in files.shapes(moe, self.spec.hidden).items()
         ]
-        with self.in_flight.take(sum(sizes)):
-            experts = files.load(moe, self.spec.hidden, read, self.dtype, self.device)
+        with self._held(sum(sizes)):
+            experts = files.load(moe, self.spec.hidden, read, self.dtype, self.device, self.packing)
             return MoEWeights(
                 router=self._matrix(f"{at}.router"),
                 router_bias=self._matrix(f"{at}.router_bias"),
-                gate_up=self.pack(experts.gate_up),
+                gate_up=experts.gate_up,
                 gate_up_bias=experts.gate_up_bias,
-                down=self.pack(experts.down),
+                down=experts.down,
                 down_bias=experts.down_bias,
             )
 
+    @contextmanager
+    def _held(self, count: int) -> Iterator[None]:
+        """Around the making of a packed matrix: where it is held whole first, only so many bytes are at once."""
+        if not self.holds_whole:
+            yield
+            return
+        with self.in_flight.take(count):
+            yield
+
     def _packed(self, *parts: str) -> Matrix:
-        """A matrix to multiply by. Packing holds this one matrix twice for a moment."""
-        with self.in_flight.take(self._bytes(parts)):
-            return self.pack(self._stack([parts])[0])
+        """A matrix to multiply by."""
+        with self._held(self._bytes(parts)):
+            packing = self.packing(self._joined_shape(parts))
+            self._put(packing, parts, self._scaled([parts]), None)
+            return packing.done()
 
     def _packed_stack(self, groups: list[tuple[str, ...]]) -> Matrix:
-        with self.in_flight.take(len(groups) * self._bytes(groups[0])):
-            return self.pack(self._stack(groups))
+        """[groups, rows, columns]: the parts of a group joined along their rows. All groups have the same shapes."""
+        with self._held(len(groups) * self._bytes(groups[0])):
+            packing = self.packing((len(groups), *self._joined_shape(groups[0])))
+            scaled = self._scaled(groups)
+            for group, parts in enumerate(groups):
+                self._put(packing, parts, scaled, group)
+            return packing.done()
+
+    def _joined_shape(self, parts: Sequence[str]) -> tuple[int, int]:
+        return sum(self.shapes[part][0] for part in parts), self.shapes[parts[0]][1]
 
     def _bytes(self, parts: Collection[str]) -> int:
         itemsize = 1 if next(iter(parts)) in self.quantized else self.dtype.itemsize
         return sum(math.prod(self.shapes[part]) for part in parts) * itemsize
 
-    def _stack(self, groups: list[tuple[str, ...]]) -> Matrix:
-        """[groups, rows, columns]: the parts of a group joined along their rows. All groups have the same shapes."""
-        rows = sum(self.shapes[part][0] for part in groups[0])
-        columns = self.shapes[groups[0][0]][1]
-        is_quantized = groups[0][0] in self.quantized
-        dtype = torch.float8_e4m3fn if is_quantized else self.dtype
-        values = torch.empty(len(groups), rows, columns, dtype=dtype, device=self.device)
-        for group, parts in enumerate(groups):
-            self._fill_rows(values[group], parts)
-        return self._scaled(values, groups) if is_quantized else values
+    def _put(
+        self, packing: Packing, parts: Sequence[str], scaled: tuple[Tensor, Tensor] | None, group: int | None
+    ) -> None:
+        """Read the parts, one below the other, and pack them."""
+        dtype = self.dtype if scaled is None else torch.float8_e4m3fn
+        start = 0
+        for part in parts:
+            rows, columns = self.shapes[part]
+            copy = self._copy(part, dtype)
+            unit = self._head_dim(part) if self._is_interleaved(part) else 1
+            step = max(1, _PACKED_BYTES // (columns * dtype.itemsize * unit)) * unit
+            for first in range(0, rows, step):
+                chunk = self._chunk((min(step, rows - first), columns), dtype)
+                self._fill(chunk, part, first, copy)
+                put: Matrix = chunk
+                if scaled is not None:
+                    scales, row_scale = scaled
+                    span = slice(start + first, start + first + chunk.shape[0])
+                    put = BlockScaled(codes=chunk, scales=scales[group or 0], row_scale=row_scale[span])
+                packing.put(start + first, put, group)
+            start += rows
 
-    def _scaled(self, codes: Tensor, groups: list[tuple[str, ...]]) -> BlockScaled:
-        """The scales of `_stack`. Parts of one tensor share its scales; different ones lie one below the other."""
+    def _chunk(self, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+        """Memory for rows, one piece a thread: many of them, freed between matrices that stay, leave holes."""
+        count = math.prod(shape) * dtype.itemsize
+        buffer: Tensor | None = getattr(self.scratch, "buffer", None)
+        if buffer is None or buffer.numel() < count:
+            buffer = self.scratch.buffer = torch.empty(count, dtype=torch.uint8, device=self.device)
+        return buffer[:count].view(dtype).view(shape)
+
+    def _scaled(self, groups: list[tuple[str, ...]]) -> tuple[Tensor, Tensor] | None:
+        """Scales [groups, R, columns] of joined parts and the row of scales of each of their rows, None for plain ones.
+
+        Parts of one tensor share its scales; different ones lie one below the other.
+        """
+        if groups[0][0] not in self.quantized:
+            return None
         layouts = [{s.tensor: s for s in map(self._scales, parts)} for parts in groups]
         offsets, scale_rows = {}, 0
         for name, scales in layouts[0].items():
             offsets[name] = scale_rows
             scale_rows += scales.rows
-        values = torch.empty(len(groups), scale_rows, -(-codes.shape[-1] // SCALE_COLUMNS), device=self.device)
+        columns = -(-self.shapes[groups[0][0]][1] // SCALE_COLUMNS)
+        values = torch.empty(len(groups), scale_rows, columns, device=self.device)
         for group, layout in enumerate(layouts):
             start = 0
             for scales in layout.values():
@@ -422,7 +479,7 @@ class _Loader:
                 self.progress(self.checkpoint.tensors[scales.tensor].stored_bytes)
                 start += scales.rows
         maps = [_row_scale(self.located[part]) + offsets[self._scales(part).tensor] for part in groups[0]]
-        return BlockScaled(codes=codes, scales=values, row_scale=torch.cat(maps).to(self.device))
+        return values, torch.cat(maps).to(self.device)
 
     def _scales(self, part: str) -> Scales:
         return _scales(self.located[part])
@@ -432,35 +489,38 @@ class _Loader:
         rows = sum(self.shapes[part][0] for part in parts)
         dtype = _stored_dtype(parts[0], self.dtype)
         joined = torch.empty(rows, *self.shapes[parts[0]][1:], dtype=dtype, device=self.device)
-        self._fill_rows(joined, parts)
-        return joined
-
-    def _fill_rows(self, target: Tensor, parts: Collection[str]) -> None:
         start = 0
         for part in parts:
             stop = start + self.shapes[part][0]
-            self._fill(target[start:stop], part)
+            self._fill(joined[start:stop], part, 0, self._copy(part, dtype))
             start = stop
+        return joined
 
-    def _fill(self, target: Tensor, canonical: str) -> None:
-        """Copy a checkpoint tensor into place, a bounded number of rows at a time."""
+    def _copy(self, canonical: str, dtype: torch.dtype) -> Copy:
+        """How rows of a tensor are read into dtype."""
+        scales = self.located[canonical].scales
+        if scales is None or dtype is torch.float8_e4m3fn:
+            return self.checkpoint.read_into
+        values = self.checkpoint.read(scales.tensor).float()
+        self.progress(self.checkpoint.tensors[scales.tensor].stored_bytes)
+        return partial(self._dequantize_into, scales, values)
+
+    def _fill(self, target: Tensor, canonical: str, begin: int, copy: Copy) -> None:
+        """Read our rows from `begin` on into place, a bounded number of bytes at a time. Where rotary pairs are stored
+        one after another, whole heads are read."""
         stored = self.located[canonical]
         info = self.checkpoint.tensors[stored.tensor]
         row_bytes = info.stored_bytes // info.shape[0]
         step = max(1, _CHUNK_BYTES // max(1, row_bytes))
-        copy = self.checkpoint.read_into
-        if stored.scales is not None and target.dtype is not torch.float8_e4m3fn:
-            copy = partial(self._dequantize_into, stored.scales, self.checkpoint.read(stored.scales.tensor).float())
-            self.progress(self.checkpoint.tensors[stored.scales.tensor].stored_bytes)
-        for ours, (first, last) in stored.pieces(0, target.shape[0]):
+        for ours, (first, last) in stored.pieces(begin, begin + target.shape[0]):
             for start in range(first, last, step):
                 stop = min(last, start + step)
-                copy(target[ours + start - first : ours + stop - first], stored.tensor, start)
+                at = ours - begin + start - first
+                copy(target[at : at + stop - start], stored.tensor, start)
                 self.progress((stop - start) * row_bytes)
-        part = canonical.rsplit(".", 1)[-1]
-        if self.table.rope_interleaved and part in ("q", "k", "q_bias", "k_bias"):
+        if self._is_interleaved(canonical):
             self._to_half_split(target, canonical)
-        if self.spec.norm_offset and part.endswith("norm"):
+        if self.spec.norm_offset and canonical.endswith("norm"):
             target += self.spec.norm_offset
 
     def _dequantize_into(self, scales: Scales, values: Tensor, target: Tensor, name: str, start: int) -> None:
@@ -472,11 +532,15 @@ class _Loader:
 
     def _to_half_split(self, target: Tensor, canonical: str) -> None:
         """Rows of each head are stored as rotary pairs (0, 1), (2, 3) ...; we pair i with i + D / 2."""
-        kind, index, _ = canonical.split(".", 2)
-        layer = (self.spec.layers if kind == "layers" else self.spec.mtp_layers)[int(index)]
-        head_dim = layer.attention.head_dim
-        paired = target.reshape(-1, head_dim // 2, 2, *target.shape[1:])
+        paired = target.reshape(-1, self._head_dim(canonical) // 2, 2, *target.shape[1:])
         target.copy_(paired.transpose(1, 2).reshape(target.shape))
+
+    def _is_interleaved(self, canonical: str) -> bool:
+        return self.table.rope_interleaved and canonical.rsplit(".", 1)[-1] in ("q", "k", "q_bias", "k_bias")
+
+    def _head_dim(self, canonical: str) -> int:
+        kind, index, _ = canonical.split(".", 2)
+        return (self.spec.layers if kind == "layers" else self.spec.mtp_layers)[int(index)].attention.head_dim
 
 
 class _Budget:

@@ -113,6 +113,7 @@ LOAD = """
 import json, re, sys
 from pathlib import Path
 import torch
+from kernels.native.packed import PanelPacking
 from server.model.checkpoint import GGUFCheckpoint, SafetensorsCheckpoint
 from server.model.families import spec_from_config, spec_from_gguf
 from server.model.gguf_file import GGUFFile
@@ -132,12 +133,14 @@ else:
     checkpoint, spec = GGUFCheckpoint(file), spec_from_gguf(file)
 before, files = status("VmRSS"), status("RssFile")
 Path("/proc/self/clear_refs").write_text("5")
-weights = load_weights(spec, checkpoint, torch.bfloat16)
+form = sys.argv[2]
+packing = None if form == "whole" else lambda shape: PanelPacking(shape, int8=form == "int8")
+weights = load_weights(spec, checkpoint, torch.bfloat16, packing=packing, embeds_from_head=packing is not None)
 print(json.dumps({
     "peak": status("VmHWM") - before,
     "kept": status("VmRSS") - before,
     "mapped": status("RssFile") - files,
-    "weights": weight_bytes(spec, torch.bfloat16),
+    "weights": weight_bytes(spec, torch.bfloat16, int8=form == "int8"),
 }))
 """
 
@@ -168,14 +171,18 @@ def write_llama(folder: Path, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("stored", ["bfloat16", "float32", "gguf"])
-def test_loading_takes_little_more_memory_than_the_weights(tmp_path: Path, smollm2_gguf: Path, stored: str) -> None:
-    """Neither a second copy nor the file's pages, which would stay for as long as it is mapped."""
+@pytest.mark.parametrize("form", ["whole", "panels", "int8"])
+def test_loading_takes_little_more_memory_than_the_weights(
+    tmp_path: Path, smollm2_gguf: Path, stored: str, form: str
+) -> None:
+    """Neither a second copy nor the file's pages, which would stay for as long as it is mapped. A matrix in panels is
+    packed while it is read."""
     path = smollm2_gguf
     if stored != "gguf":
         path = tmp_path
         write_llama(tmp_path, getattr(torch, stored))
     done = subprocess.run(
-        [sys.executable, "-c", LOAD, str(path)], env=environment(), capture_output=True, text=True, check=False
+        [sys.executable, "-c", LOAD, str(path), form], env=environment(), capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)

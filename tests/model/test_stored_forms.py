@@ -124,7 +124,10 @@ def test_reading_in_small_pieces_changes_nothing(
 ) -> None:
     config, (_, expected) = plain
     monkeypatch.setattr(weights_module, "_CHUNK_BYTES", 5000)
-    monkeypatch.setattr(checkpoint_module, "_BUFFER_BYTES", 1000)
+    monkeypatch.setattr(weights_module, "_PACKED_BYTES", 3000)
+    monkeypatch.setattr(checkpoint_module, "_VIEW_BYTES", 1000)
+    monkeypatch.setattr(checkpoint_module, "_MAPPED_BYTES", 10_000)
+    monkeypatch.setattr(checkpoint_module, "_MAPPED_BYTES_PER_TENSOR", 1)
     monkeypatch.setattr(weights_module, "_IN_FLIGHT_BYTES", 1)
     for form in ("fp8 fused in chunks", "bf16 fused in chunks"):
         folder = tmp_path / form

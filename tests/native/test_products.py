@@ -45,7 +45,8 @@ def exact(matrix: Matrix, packed: PackedMatrix) -> Tensor:
     assert isinstance(matrix, Tensor)
     if packed.scales is None:
         return matrix.double()
-    codes = packed.data.transpose(-1, -2).flatten(-3, -2).contiguous().view(torch.int8).double()
+    rows = packed.data.transpose(-1, -2).flatten(-3, -2).clone(memory_format=torch.contiguous_format)
+    codes = rows.view(torch.int8).double()
     return (codes * packed.scales.flatten(-2).double()[:, None])[: matrix.shape[0], : matrix.shape[1]]
 
 
