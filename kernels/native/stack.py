@@ -15,6 +15,12 @@ from kernels.interface import SWIGLU_ALPHA, SWIGLU_LIMIT, Activation, PagedKV, R
 from kernels.native import library
 from kernels.native.packed import PackedMatrix
 
+MOST_HEADS_OF_A_KV_HEAD = 96
+"""QUERY_ROWS of csrc/attention.h."""
+
+MOST_GROUPS = 8
+"""MAX_GROUPS of csrc/stack.c: different numbers of query heads to a KV head in one model."""
+
 _ACTIVATIONS: dict[Activation, int] = {"silu": 0, "gelu_tanh": 1, "clamped_swiglu": 2}
 _ROUTERS: dict[RouterKind, int] = {"sigmoid": 0, "softmax": 1}
 

@@ -8,8 +8,17 @@ from torch import Tensor
 from kernels.interface import PagedKV
 from kernels.native.kernels import NativeKernels
 from kernels.native.packed import PackedMatrix
-from kernels.native.stack import Stack, StackDense, StackLayer, StackMoE, StackRope
+from kernels.native.stack import (
+    MOST_GROUPS,
+    MOST_HEADS_OF_A_KV_HEAD,
+    Stack,
+    StackDense,
+    StackLayer,
+    StackMoE,
+    StackRope,
+)
 from kernels.quantized import Matrix
+from server.errors import StartupError
 from server.model.batch import Batch
 from server.model.decoder import ACTIVATIONS, ROUTERS, frequencies
 from server.model.kv_arena import KVArena
@@ -19,9 +28,13 @@ from server.step import PageKind
 
 
 class NativeDecoder:
-    """Stands in for `server.model.decoder.Decoder`; its weights are packed by `kernels`, its K and V are bf16."""
+    """Stands in for `server.model.decoder.Decoder`; its weights are packed by `kernels`, its K and V are bf16.
+
+    Raises StartupError for a model whose heads share KV heads as the C kernels cannot.
+    """
 
     def __init__(self, spec: ModelSpec, weights: Weights, kernels: NativeKernels) -> None:
+        _check(spec)
         self.spec = spec
         self.weights = weights
         self.kernels = kernels
@@ -57,6 +70,15 @@ class NativeDecoder:
             head=self._head,
             final_norm=weights.final_norm,
             eps=spec.norm_eps,
+        )
+
+
+def _check(spec: ModelSpec) -> None:
+    groups = {layer.attention.heads // layer.attention.kv_heads for layer in spec.layers}
+    if max(groups) > MOST_HEADS_OF_A_KV_HEAD or len(groups) > MOST_GROUPS:
+        raise StartupError(
+            f"the native kernels take up to {MOST_HEADS_OF_A_KV_HEAD} query heads to a KV head, in up to {MOST_GROUPS} "
+            f"different numbers; this model has {sorted(groups)}; use --kernels torch"
         )
 
 

@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from server.errors import StartupError
 from server.model.native_decoder import NativeDecoder
-from server.model.spec import ModelSpec
+from server.model.spec import Activation, DenseSpec, LayerSpec, ModelSpec
 from server.model.weights import Weights
 from server.step import PageKind
 from tests.model.paged import PagedSequences
@@ -18,9 +19,11 @@ from tests.native.conftest import MakeKernels
 from tests.native.models import (
     SPECS,
     VOCAB,
+    attention,
     in_fp8,
     in_mxfp4,
     llama,
+    model_spec,
     native_sequences,
     packed,
     random_weights,
@@ -255,3 +258,19 @@ def test_weights_that_were_not_packed_are_refused(make_kernels: MakeKernels) -> 
     spec = llama()
     with pytest.raises(TypeError, match="not packed"):
         NativeDecoder(spec, random_weights(spec), make_kernels())
+
+
+def test_more_heads_to_a_kv_head_than_c_has_room_for_are_refused(make_kernels: MakeKernels) -> None:
+    mlp = DenseSpec(width=32, activation=Activation.SILU)
+    kernels = make_kernels()
+    for heads, kv_heads in ((96, 1), (97, 1), (192, 1)):
+        spec = model_spec((LayerSpec(attention=attention(heads, kv_heads, 4), mlp=mlp),))
+        weights = packed(random_weights(spec), kernels)
+        if heads == 96:
+            texts = texts_of(40, 3)
+            exact = torch.cat(whole(reference_sequences(spec, random_weights(spec), torch.float32, tokens=64), texts))
+            ours = torch.cat(whole(native_sequences(spec, random_weights(spec), kernels, tokens=64), texts))
+            assert rms(ours.float() - exact) < 0.02 * rms(exact)
+            continue
+        with pytest.raises(StartupError, match=f"{heads}.*--kernels torch"):
+            NativeDecoder(spec, weights, kernels)

@@ -104,6 +104,15 @@ INLINE void inner_int8(const int mr, int64_t pairs, const void *const *x, const 
 
 #else
 
+/* Said and not left to the compiler, which may contract the loop for one number of rows otherwise than for another. */
+INLINE float multiply_add(float a, float b, float c) {
+#ifdef FP_FAST_FMAF
+    return __builtin_fmaf(a, b, c);
+#else
+    return a * b + c;
+#endif
+}
+
 INLINE void inner_bf16(const int mr, int64_t pairs, const void *const *x, const void *w, float *tile, int64_t ld,
                        int add) {
     for (int i = 0; i < mr; i++) {
@@ -115,7 +124,7 @@ INLINE void inner_bf16(const int mr, int64_t pairs, const void *const *x, const 
             uint32_t both = ((const uint32_t *)x[i])[pair];
             float even = from_bits(both << 16), odd = from_bits(both & 0xffff0000u);
             for (int j = 0; j < PANEL; j++)
-                sum[j] += even * from_bits(panel[j] << 16) + odd * from_bits(panel[j] & 0xffff0000u);
+                sum[j] += multiply_add(odd, from_bits(panel[j] & 0xffff0000u), even * from_bits(panel[j] << 16));
         }
         for (int j = 0; j < PANEL; j++) out[j] = sum[j];
     }
