@@ -8,6 +8,7 @@ import os
 import socket
 import sys
 from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, NoReturn
@@ -53,19 +54,27 @@ log = logging.getLogger("twinpane")
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
+Text = tuple[Tokenizer, ChatTemplate | None]
+
+TOKENIZER_WAIT_S = 0.5
+"""How long a description waits for its tokenizer: most are made by then, and most of what is wrong is found."""
+
 STOP_LIMIT_S = 10.0
 """How long the step that is on the device may take to end once everything else has."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Model:
-    """A model described but not loaded: everything that can be refused without reading a weight has been."""
+    """A model described but not loaded: what can be refused without reading a weight has been.
+
+    text: the tokenizer and the chat template. A big vocabulary takes seconds, so it may still be in the making; what is
+    wrong with it then ends the loading, see `_load`.
+    """
 
     source: ModelSource
     spec: ModelSpec
     checkpoint: Checkpoint
-    tokenizer: Tokenizer
-    template: ChatTemplate | None
+    text: Future[Text]
     generation: GenerationConfig
     dtype: torch.dtype
     device: torch.device
@@ -160,10 +169,12 @@ def describe(config: ServeConfig, source: ModelSource) -> Model:
         override=wanted.override_generation_config,
         config=metadata,
     )
-    tokenizer = _tokenizer(wanted, source, metadata, generation)
-    if tokenizer.vocab_size > spec.vocab:
-        log.warning("event=vocabulary_mismatch tokenizer=%d model=%d", tokenizer.vocab_size, spec.vocab)
-    kernels, dtype = _backend(config, spec, device)
+    worker = ThreadPoolExecutor(1, "twinpane-tokenizer")
+    text = worker.submit(_text, wanted, source, metadata, spec, generation)
+    worker.shutdown(wait=False)
+    kernels, dtype = _backend(config, spec, device)  # compiles, at the first start
+    wait([text], timeout=TOKENIZER_WAIT_S)
+    _refuse_bad_text(text)
     memory = plan_memory(
         spec,
         cache=config.cache,
@@ -182,8 +193,7 @@ def describe(config: ServeConfig, source: ModelSource) -> Model:
         source=source,
         spec=spec,
         checkpoint=checkpoint,
-        tokenizer=tokenizer,
-        template=_template(wanted, source, metadata, spec, tokenizer),
+        text=text,
         generation=generation,
         dtype=dtype,
         device=device,
@@ -206,7 +216,8 @@ def build(config: ServeConfig, model: Model) -> Server:
         vocab_size=model.spec.vocab,
         metrics=metrics,
     )
-    text = TextService(model.tokenizer, model.template, context_tokens=model.memory.context_tokens)
+    tokenizer, template = model.text.result()
+    text = TextService(tokenizer, template, context_tokens=model.memory.context_tokens)
     context = ApiContext(
         engine=engine,
         text=text,
@@ -228,13 +239,18 @@ def _load(config: ServeConfig, model: Model) -> ModelRunner:
         unit_scale=True,
         mininterval=0.1 if sys.stderr.isatty() else 5.0,  # a log file gets few lines
     ) as bar:
+
+        def progress(read_bytes: int) -> None:
+            _refuse_bad_text(model.text)
+            bar.update(read_bytes)
+
         try:
             weights = load_weights(
                 model.spec,
                 model.checkpoint,
                 model.dtype,
                 model.device,
-                bar.update,
+                progress,
                 model.kernels.pack,
                 packing=model.kernels.packing if isinstance(model.kernels, NativeKernels) else None,
                 embeds_from_head=isinstance(model.kernels, NativeKernels),
@@ -266,6 +282,21 @@ def _ready_line(server: Server, address: str) -> str:
 def _defaults(generation: GenerationConfig) -> str:
     """What a request that does not say gets, as the operator reads it."""
     return ", ".join(f"{field.name} {getattr(generation.sampling, field.name):g}" for field in fields(SamplingDefaults))
+
+
+def _text(
+    wanted: ModelConfig, source: ModelSource, metadata: Mapping[str, Any], spec: ModelSpec, generation: GenerationConfig
+) -> Text:
+    tokenizer = _tokenizer(wanted, source, metadata, generation)
+    if tokenizer.vocab_size > spec.vocab:
+        log.warning("event=vocabulary_mismatch tokenizer=%d model=%d", tokenizer.vocab_size, spec.vocab)
+    return tokenizer, _template(wanted, source, metadata, spec, tokenizer)
+
+
+def _refuse_bad_text(text: Future[Text]) -> None:
+    """Raise what went wrong, if that is known by now."""
+    if text.done():
+        text.result()
 
 
 def _tokenizer(

@@ -160,11 +160,11 @@ def _merges_in_order(vocab: Mapping[str, int], control: Collection[str]) -> list
     No merge makes a control token: its spelling in a user's text has to stay text.
     """
     return [
-        (token[:cut], token[cut:])
+        (left, right)
         for token in vocab
-        if token not in control
+        if len(token) > 1 and token not in control
         for cut in range(len(token) - 1, 0, -1)
-        if token[:cut] in vocab and token[cut:] in vocab
+        if (right := token[cut:]) in vocab and (left := token[:cut]) in vocab
     ]
 
 

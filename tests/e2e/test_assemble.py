@@ -63,7 +63,7 @@ def test_a_tokenizer_from_elsewhere_is_given_by_folder_or_by_file(folder: Path, 
     (folder / "tokenizer.json").rename(elsewhere / "tokenizer.json")
     (folder / "generation_config.json").write_text('{"eos_token_id": [7, 9]}')
     for path in (elsewhere, elsewhere / "tokenizer.json"):
-        tokenizer = describe(folder, tokenizer=str(path)).tokenizer
+        tokenizer, _ = describe(folder, tokenizer=str(path)).text.result()
         assert tokenizer.vocab_size == 320
         assert {7, 9} <= tokenizer.stop_token_ids, "what ends a text is the model's own"
     for path, said in (
@@ -75,15 +75,37 @@ def test_a_tokenizer_from_elsewhere_is_given_by_folder_or_by_file(folder: Path, 
             describe(folder, tokenizer=str(path))
 
 
+def test_what_is_wrong_with_a_slow_tokenizer_ends_the_loading(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is made while weights are read, and nobody should wait for all of them before it is refused."""
+    described = threading.Event()
+
+    def slow(*_: object) -> None:
+        assert described.wait(30)
+        raise StartupError("no such tokenizer")
+
+    def load(*arguments: Any, **_: object) -> None:
+        described.set()
+        while True:
+            arguments[4](0)
+            time.sleep(0.001)
+
+    monkeypatch.setattr(assemble, "TOKENIZER_WAIT_S", 0.0)
+    monkeypatch.setattr(assemble, "_tokenizer", slow)
+    monkeypatch.setattr(assemble, "load_weights", load)
+    model = describe(folder)
+    with pytest.raises(StartupError, match="no such tokenizer"):
+        assemble.build(config_of(folder), model)
+
+
 @pytest.mark.parametrize("jinja", [True, False], ids=["file", "list"])
 def test_a_folders_template_in_either_form(folder: Path, jinja: bool) -> None:
     (folder / "chat_template.jinja").unlink()
     write_companions(folder, jinja=jinja)
-    model = describe(folder)
-    assert model.template is not None
+    tokenizer, template = describe(folder).text.result()
+    assert template is not None
     chat = Conversation(messages=(Message(role="user", texts=("hi",)),), add_generation_prompt=True)
-    tokens = model.template.encode(chat, limit_s=1.0)
-    assert model.tokenizer.decode(tokens) == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+    tokens = template.encode(chat, limit_s=1.0)
+    assert tokenizer.decode(tokens) == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
 
 
 def test_the_dtype_is_the_checkpoints_own_where_the_processor_can(
