@@ -6,18 +6,24 @@ import gc
 import os
 import random
 import signal
+import subprocess
+import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
 
+from kernels.interface import StepRows
 from kernels.native.kernels import NativeKernels
 from kernels.native.packed import pack
 from tests.native.conftest import MakeKernels
 from tests.native.models import SPECS, VOCAB, llama, native_sequences, random_weights
+
+ROOT = Path(__file__).parents[2]
 
 
 def fresh(library_path: Path, threads: int) -> NativeKernels:
@@ -123,7 +129,48 @@ def test_two_models_take_turns_on_one_context(library_path: Path) -> None:
             gc.collect()
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_one_context_serves_threads_one_after_the_other(library_path: Path) -> None:
+    kernels = fresh(library_path, 2)
+    matrices = [pack(torch.randn(size, 64).bfloat16()) for size in (40, 500, 96)]
+    x = torch.randn(5, 64).bfloat16()
+    expected = [kernels.context.multiply(x, matrix) for matrix in matrices]
+    wrong: list[int] = []
+
+    def work(index: int) -> None:
+        for _ in range(200):
+            if not torch.equal(kernels.context.multiply(x, matrices[index]), expected[index]):
+                wrong.append(index)
+
+    workers = [threading.Thread(target=work, args=(index,)) for index in range(3)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join(60)
+        assert not worker.is_alive()
+    assert wrong == []
+
+
+def in_child(work: Callable[[], bool]) -> None:
+    """Whether `work` is true in a forked child, which must end by itself."""
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            status = 0 if work() else 2
+        finally:
+            os._exit(status)
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        ended, status = os.waitpid(child, os.WNOHANG)
+        if ended:
+            assert os.waitstatus_to_exitcode(status) == 0
+            return
+        time.sleep(0.02)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    pytest.fail("the child hangs")
+
+
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_a_forked_child_computes_alone_and_ends(library_path: Path) -> None:
     """Threads do not come along into a child: whatever it calls must not wait for them, and neither must its end."""
@@ -134,33 +181,65 @@ def test_a_forked_child_computes_alone_and_ends(library_path: Path) -> None:
     expected = sequences.step([(0, text)])[0]
     packed, x = pack(torch.randn(64, 64).bfloat16()), torch.randn(3, 64).bfloat16()
     product = kernels.context.multiply(x, packed)
-    child = os.fork()
-    if child == 0:
-        status = 1
-        try:
-            same = torch.equal(kernels.context.multiply(x, packed), product)
-            same &= torch.equal(sequences.step([(1, text)])[0], expected)
-            kernels.context._finalizer()  # as the interpreter's exit would
-            status = 0 if same else 2
-        finally:
-            os._exit(status)
-    deadline = time.monotonic() + 20
-    while time.monotonic() < deadline:
-        ended, status = os.waitpid(child, os.WNOHANG)
-        if ended:
-            break
-        time.sleep(0.02)
-    else:
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-        pytest.fail("the child hangs")
-    assert os.waitstatus_to_exitcode(status) == 0
+
+    def work() -> bool:
+        same = torch.equal(kernels.context.multiply(x, packed), product)
+        same &= torch.equal(sequences.step([(1, text)])[0], expected)
+        kernels.context._finalizer()  # as the interpreter's exit would
+        return same
+
+    in_child(work)
     assert torch.equal(kernels.context.multiply(x, packed), product)
 
 
-def test_a_step_of_no_tokens_does_nothing(make_kernels: MakeKernels) -> None:
-    from kernels.interface import StepRows
+WITH_LITTLE_MEMORY = """
+import os, resource, sys
+from pathlib import Path
+import torch
+from kernels.native import kernels as module
+from kernels.native.kernels import Draw, NativeKernels
+from kernels.native.packed import pack
+from tests.native.models import VOCAB, llama, native_sequences, random_weights
+module.build = lambda *_: Path(sys.argv[1])
+kernels = NativeKernels(Path("unused"), 2)
+sequences = native_sequences(llama(), random_weights(llama()), kernels, tokens=20_000, page_tokens=64)
+text = [token % VOCAB for token in range(10_000)]
+sequences.step([(0, text[:8])])
+packed, x = pack(torch.randn(8, 64).bfloat16()), torch.randn(200_000, 64).bfloat16()
+logits = torch.randn(2, 4_000_000)
+draws = [Draw(temperature=1.0, top_k=0, top_p=0.9, min_p=0.0, key=key) for key in (1, 2)]
+for call in (
+    lambda: kernels.context.multiply(x, packed),
+    lambda: kernels.choose(logits, draws),
+    lambda: sequences.step([(1, text)], last_only=True),
+):
+    taken = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+    resource.setrlimit(resource.RLIMIT_AS, (taken + 8 * 2**20, resource.RLIM_INFINITY))
+    try:
+        call()
+        print("enough?")
+    except MemoryError as error:
+        print(error)
+    resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    sequences.known[1] = 0
+    call()
+"""
 
+
+@pytest.mark.parametrize("library_path", ["this-processor"], indirect=True)
+def test_memory_that_is_not_there_is_an_error_after_which_work_goes_on(library_path: Path) -> None:
+    command = [sys.executable, "-c", WITH_LITTLE_MEMORY, str(library_path)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "MALLOC_ARENA_MAX": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [
+        "no memory for a matrix product",
+        "no memory to sample",
+        "no memory for a step's work space",
+    ]
+
+
+def test_a_step_of_no_tokens_does_nothing(make_kernels: MakeKernels) -> None:
     spec = llama()
     sequences = native_sequences(spec, random_weights(spec), make_kernels(2), tokens=64)
     sequences.step([(0, [1, 2, 3])])
