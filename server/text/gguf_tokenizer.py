@@ -82,14 +82,15 @@ def read_gguf_vocabulary(metadata: Mapping[str, Any]) -> GgufVocabulary:
     if not tokens:
         raise StartupError("The GGUF file carries no vocabulary (tokenizer.ggml.tokens is missing).")
     pre = metadata.get("tokenizer.ggml.pre", "default")
+    control = _control_tokens(metadata)
     if model == "gpt2":
         backend = _byte_level(metadata, tokens, pre)
     elif model == "llama":
-        backend = _sentencepiece(metadata, tokens)
+        backend = _sentencepiece(metadata, tokens, control)
     else:
         raise StartupError(f"GGUF tokenizer {model!r} is not supported; supported: 'gpt2' and 'llama'.")
     for special in (True, False):
-        _add_whole_tokens(backend, metadata, special=special)
+        _add_whole_tokens(backend, metadata, control, special=special)
 
     ends = (metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom"))
     return GgufVocabulary(
@@ -129,11 +130,12 @@ def _byte_level(metadata: Mapping[str, Any], tokens: Sequence[str], pre: str) ->
     return backend
 
 
-def _sentencepiece(metadata: Mapping[str, Any], tokens: Sequence[str]) -> tokenizers.Tokenizer:
+def _sentencepiece(
+    metadata: Mapping[str, Any], tokens: Sequence[str], control: Collection[str]
+) -> tokenizers.Tokenizer:
     """SentencePiece BPE with byte fallback. Gemma merges in vocabulary order, the others best score first."""
     gemma = str(metadata.get("general.architecture", "")).startswith("gemma")
     vocab = {_blanks_spelled(token): index for index, token in enumerate(tokens)}
-    control = _control_tokens(metadata)
     if "tokenizer.ggml.merges" in metadata:
         merges = [_pair(merge) for merge in metadata["tokenizer.ggml.merges"]]
     elif gemma:
@@ -176,9 +178,10 @@ def _merges_by_score(
     return sorted(pairs, key=lambda pair: (-scores[vocab[pair[0] + pair[1]]], -len(pair[0]), -len(pair[1])))
 
 
-def _add_whole_tokens(backend: tokenizers.Tokenizer, metadata: Mapping[str, Any], *, special: bool) -> None:
+def _add_whole_tokens(
+    backend: tokenizers.Tokenizer, metadata: Mapping[str, Any], control: Collection[str], *, special: bool
+) -> None:
     """Register the control tokens (special) or the other user-defined ones: both are matched whole in a text."""
-    control = _control_tokens(metadata)
     whole = control if special else [t for t, kind in _typed(metadata) if kind == _TokenType.USER_DEFINED]
     added = [
         AddedToken(token, normalized=False, special=special)
