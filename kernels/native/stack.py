@@ -90,8 +90,8 @@ class StackLayer:
 
 
 class Context:
-    """Threads and work space of the C library. One call at a time; others wait. In a forked child, which gets none of the
-    threads, the caller does all the work."""
+    """Threads and work space of the C library. One call at a time; others wait. In a forked child, which gets none of
+    the threads, the caller does all the work."""
 
     def __init__(self, lib: ctypes.CDLL, threads: int) -> None:
         self.lib = lib
