@@ -365,15 +365,20 @@ def _decoder(model: Model, weights: Weights) -> Decoder | NativeDecoder:
 def _backend(config: ServeConfig, spec: ModelSpec, device: torch.device) -> tuple[Kernels, torch.dtype]:
     """The kernels and the number format of the weights, chosen once.
 
-    On a processor "auto" is bf16 in the C kernels, whatever 16-bit format the checkpoint has; then oneDNN in torch;
-    then fp32, where torch would only emulate bf16.
+    On a processor "auto" is bf16 in the C kernels, whatever 16-bit format the checkpoint has, and beside int8 weights
+    in any case; then oneDNN in torch; then fp32, where torch would only emulate bf16.
     """
     wanted, int8 = DTYPES.get(config.model.dtype), config.model.quantization == "int8"
-    if wanted is None and (device.type != "cpu" or spec.dtype == "float32"):
+    if wanted is None and (device.type != "cpu" or (spec.dtype == "float32" and not int8)):
         wanted = DTYPES[spec.dtype]
     native: NativeKernels | None = None
-    refusal = f"they compute in bfloat16 on a CPU, not in {config.model.dtype} on {device}"
-    if device.type == "cpu" and wanted in (None, torch.bfloat16) and config.kernels != "torch":
+    if device.type != "cpu":
+        refusal = f"they run on a CPU, not on {device}"
+    elif config.kernels == "torch":
+        refusal = "without --kernels torch"
+    elif wanted not in (None, torch.bfloat16):
+        refusal = f"they compute in bfloat16, not in {str(wanted).removeprefix('torch.')}; add --dtype bfloat16"
+    else:
         try:
             native = _native(config, int8)
         except BuildError as error:

@@ -75,9 +75,9 @@ def test_without_a_compiler_what_needs_one_is_refused(
 def test_native_kernels_are_refused_where_they_cannot_compute(folder: Path, tmp_path: Path) -> None:
     for dtype in ("float32", "float16"):
         for asked in ({"kernels": "native"}, {"quantization": "int8"}):
-            with pytest.raises(StartupError, match=f"they compute in bfloat16 on a CPU, not in {dtype}"):
+            with pytest.raises(StartupError, match=f"they compute in bfloat16, not in {dtype}; add --dtype bfloat16"):
                 describe(folder, tmp_path, dtype=dtype, **asked)
-    with pytest.raises(StartupError, match="--quantization int8"):
+    with pytest.raises(StartupError, match="--quantization int8 needs the native kernels: without --kernels torch"):
         describe(folder, tmp_path, kernels="torch", quantization="int8")
 
 
