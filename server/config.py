@@ -290,7 +290,8 @@ GROUPS: Mapping[str, tuple[Flag, ...]] = {
             "--dtype",
             "model.dtype",
             choice("auto", "float32", "bfloat16", "float16"),
-            "number format of the weights; auto is the checkpoint's own",
+            "number format of the weights; auto is the checkpoint's own; on a CPU bfloat16 in place of float16, "
+            "or float32 where bfloat16 is slow",
         ),
         flag(
             "--quantization",

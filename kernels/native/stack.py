@@ -131,8 +131,8 @@ class Context:
 class Stack:
     """Layers bound to their weights and pages.
 
-    embedding [N, M] bf16, or None: the rows of head, which must then be in bf16. Its work space grows with the largest
-    step and is kept.
+    embedding [N, M] bf16, or None: the rows of head, which must then be in bf16 or int8. The work space grows with the
+    largest step and is kept.
     """
 
     def __init__(
@@ -171,6 +171,7 @@ class Stack:
         """tokens [T] int64 -> hidden [T, M] bf16 after the final norm. tables: page tables [slots, pages] int32.
 
         K and V of the tokens are written to the pages of their rows. The lock of the interpreter is free meanwhile.
+        Raises IndexError for a token outside the vocabulary, MemoryError if there is no room to work in.
         """
         out = torch.empty(tokens.shape[0], self._hidden, dtype=torch.bfloat16)
         count = len(rows.slots)
@@ -194,10 +195,6 @@ class Stack:
         if failed:
             raise MemoryError("no memory for a step's work space")
         return out
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """hidden [R, M] bf16 after the final norm -> [R, N] fp32."""
-        return self._context.multiply(hidden, self._head)
 
     def _layer(self, layer: StackLayer) -> library.Layer:
         mlp, kv = layer.mlp, layer.kv

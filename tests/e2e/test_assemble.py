@@ -195,7 +195,6 @@ ModelRunner.run = ModelRunner.check = lost
 
 HANGING_DEVICE = """
 import threading
-from kernels.native.build import BuildError
 from server import assemble
 from server.model.runner import ModelRunner
 assemble.STOP_LIMIT_S = 0.5

@@ -355,5 +355,5 @@ def test_scales_in_bf16_are_read_as_they_are(tmp_path: Path) -> None:
 
 
 def test_each_attention_has_its_own_kind_of_heads() -> None:
-    """Of this file's own helper: the window layers and the MTP layer have eight KV heads, the full ones four."""
+    """Of what writes the files here: the window layers and the MTP layer have eight KV heads, the full ones four."""
     assert [a.kv_heads for a in attentions(V25_CONFIG)] == [4, 8, 8, 4, 8]
