@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, Self, runtime_checkable
 
@@ -91,19 +90,6 @@ class BlockScaled:
             scales=self.scales[(*leading, ...)],
             row_scale=self.row_scale[rows],
         )
-
-
-def join_rows(parts: Sequence[BlockScaled]) -> BlockScaled:
-    """Matrices one below the other, each with its own scales."""
-    row_scale, scale_rows = [], 0
-    for part in parts:
-        row_scale.append(part.row_scale + scale_rows)
-        scale_rows += part.scales.shape[-2]
-    return BlockScaled(
-        codes=torch.cat([part.codes for part in parts], -2),
-        scales=torch.cat([part.scales for part in parts], -2),
-        row_scale=torch.cat(row_scale),
-    )
 
 
 def dense(matrix: Matrix, dtype: torch.dtype) -> Tensor:

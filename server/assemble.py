@@ -175,7 +175,7 @@ def describe(config: ServeConfig, source: ModelSource) -> Model:
     kernels, dtype = _backend(config, spec, device)  # compiles, at the first start
     wait([text], timeout=TOKENIZER_WAIT_S)
     _refuse_bad_text(text)
-    memory = plan_memory(
+    memory = plan_memory(  # names every missing or unused tensor
         spec,
         cache=config.cache,
         scheduler=config.scheduler,
@@ -184,11 +184,11 @@ def describe(config: ServeConfig, source: ModelSource) -> Model:
         device=device,
         available=available_bytes(device),
         packed=isinstance(kernels, CpuKernels),
+        panels=isinstance(kernels, NativeKernels),
         int8=wanted.quantization == "int8",
         gathers=not isinstance(kernels, NativeKernels),
         checkpoint=checkpoint,
     )
-    checkpoint_bytes(spec, checkpoint)  # names every missing or unused tensor
     return Model(
         source=source,
         spec=spec,
@@ -375,7 +375,7 @@ def _backend(config: ServeConfig, spec: ModelSpec, device: torch.device) -> tupl
     if device.type != "cpu":
         refusal = f"they run on a CPU, not on {device}"
     elif config.kernels == "torch":
-        refusal = "without --kernels torch"
+        refusal = "leave out --kernels torch"
     elif wanted not in (None, torch.bfloat16):
         refusal = f"they compute in bfloat16, not in {str(wanted).removeprefix('torch.')}; add --dtype bfloat16"
     else:

@@ -93,19 +93,20 @@ def plan_memory(
     device: torch.device,
     available: int,
     packed: bool = False,
+    panels: bool = False,
     int8: bool = False,
     gathers: bool = True,
     checkpoint: Checkpoint | None = None,
 ) -> MemoryPlan:
-    """Divide `available` bytes. packed, int8: how the backend keeps matrices, see `weight_bytes`. gathers: whether it
-    copies keys and values out of their pages to attend to them.
+    """Divide `available` bytes. packed, panels, int8: how the backend keeps matrices, see `weight_bytes`. gathers:
+    whether it copies keys and values out of their pages to attend to them.
 
     Raises StartupError with the numbers and the flag that helps if it is too little.
     """
     context = _context_tokens(spec, max_model_tokens)
     full_page, window_page = page_byte_sizes(spec, cache.page_tokens, dtype)
     slab = choose_slab_bytes(full_page, window_page)
-    weights = weight_bytes(spec, dtype, packed=packed, int8=int8, checkpoint=checkpoint)
+    weights = weight_bytes(spec, dtype, packed=packed, panels=panels, int8=int8, checkpoint=checkpoint)
     fixed = _step_bytes(spec, scheduler) + _table_bytes(context, cache, scheduler)
     gathered = _gather_share(spec, dtype) if gathers else 0.0
 
@@ -192,9 +193,11 @@ def _step_bytes(spec: ModelSpec, scheduler: SchedulerConfig) -> int:
     tokens = scheduler.step_token_budget
     inner = 0
     for layer in spec.layers:
-        attention, active = layer.attention, 1 if isinstance(layer.mlp, DenseSpec) else layer.mlp.active
+        attention, mlp = layer.attention, layer.mlp
         heads = (attention.heads + attention.kv_heads) * (attention.head_dim + attention.value_dim)
-        inner = max(inner, 3 * layer.mlp.width * active, 2 * heads)
+        # Each chosen expert of a token has a row that goes in and one that comes out.
+        of_mlp = 3 * mlp.width if isinstance(mlp, DenseSpec) else mlp.active * (3 * mlp.width + 2 * spec.hidden)
+        inner = max(inner, of_mlp, 2 * heads)
     logits = min(scheduler.max_sequences, tokens) * spec.vocab * 4 * 4
     return tokens * (inner + 6 * spec.hidden) * 4 + logits
 

@@ -14,10 +14,11 @@ import re
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, CancelledError, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -143,12 +144,13 @@ def weight_bytes(
     dtype: torch.dtype,
     *,
     packed: bool = False,
+    panels: bool = False,
     int8: bool = False,
     checkpoint: Checkpoint | None = None,
 ) -> int:
     """Memory that the loaded weights take, computed without reading any. Packed, a head that is tied to the embedding
-    is a matrix of its own. int8: plain matrices take a byte an element and an fp32 scale a row. Without a checkpoint
-    nothing is quantized."""
+    is a matrix of its own. In panels, every row of an fp8 matrix has its own copy of its scales. int8: plain matrices
+    take a byte an element and an fp32 scale a row. Without a checkpoint nothing is quantized."""
     total = spec.vocab * spec.hidden * dtype.itemsize if packed and spec.tied_embeddings else 0
     shapes = tensor_shapes(spec)
     located = {} if checkpoint is None else locate(spec, shapes, checkpoint, _names(spec, checkpoint))
@@ -156,15 +158,20 @@ def weight_bytes(
     for name, shape in shapes.items():
         if name not in quantized:
             looked_up = name == "embedding" and not spec.tied_embeddings
-            if int8 and len(shape) > 1 and not looked_up and not name.endswith(("router", "_bias")):
+            kept = looked_up or name.endswith(("router", "_bias", "_codes", "_scales"))
+            if int8 and len(shape) > 1 and not kept:
                 total += math.prod(shape) + math.prod(shape[:-1]) * torch.float32.itemsize
             else:
                 total += math.prod(shape) * _stored_dtype(name, dtype).itemsize
             continue
         total += math.prod(shape)
-        if not re.search(r"\.experts\.[1-9]", name):  # all experts of a layer share one map of rows to scales
+        if panels:
+            total += shape[0] * _scales(located[name]).columns * torch.float32.itemsize
+        elif not re.search(r"\.experts\.[1-9]", name):  # all experts of a layer share one map of rows to scales
             total += shape[0] * torch.int32.itemsize
-    total += sum(scales.rows * scales.columns * 4 for scales in {_scales(located[name]) for name in quantized})
+    if not panels:
+        stored = {_scales(located[name]) for name in quantized}
+        total += sum(scales.rows * scales.columns * torch.float32.itemsize for scales in stored)
     for layer in (*spec.layers, *spec.mtp_layers):
         attention = layer.attention
         if attention.qk_norm:
@@ -268,6 +275,7 @@ class _Loader:
         self.device = device
         self.report = progress
         self.reporting = threading.Lock()
+        self.abandoned = False
         self.pack = pack
         self.packing = packing or (lambda shape: WholePacking(shape, pack))
         self.holds_whole = packing is None
@@ -288,6 +296,7 @@ class _Loader:
             ends = pool.submit(self._embedding_and_head)
             layers = [pool.submit(self._layer, f"layers.{index}", layer) for index, layer in enumerate(spec.layers)]
             mtp = [pool.submit(self._mtp, f"mtp.{index}", layer) for index, layer in enumerate(spec.mtp_layers)]
+            _raise_first([ends, *layers, *mtp])
             embedding, head = ends.result()
             return Weights(
                 embedding=embedding,
@@ -296,12 +305,18 @@ class _Loader:
                 head=head,
                 mtp=tuple(layer.result() for layer in mtp),
             )
+        except BaseException:
+            self.abandoned = True
+            raise
         finally:
             pool.shutdown(cancel_futures=True)
             self.checkpoint.release()
             _return_freed_memory()
 
     def progress(self, read_bytes: int) -> None:
+        """Called for every piece that is read; ends a thread whose loading is over."""
+        if self.abandoned:
+            raise CancelledError
         with self.reporting:
             self.report(read_bytes)
 
@@ -562,6 +577,12 @@ class _Budget:
             with self.changed:
                 self.taken_bytes -= count
                 self.changed.notify_all()
+
+
+def _raise_first(futures: Sequence[Future[Any]]) -> None:
+    """Wait for all, or raise what the first of them raised, whatever the others do."""
+    for done in wait(futures, return_when=FIRST_EXCEPTION).done:
+        done.result()
 
 
 def _return_freed_memory() -> None:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 import torch
 from torch import Tensor
 
 from kernels.cpu import CpuKernels
-from kernels.quantized import BlockScaled, Index, QuantizedMatrix, dense, join_rows
+from kernels.quantized import BlockScaled, Index, QuantizedMatrix, dense
 from kernels.reference import ReferenceKernels
 
 
@@ -77,17 +75,6 @@ def test_indexing_is_that_of_the_values(index: Index) -> None:
 def test_single_rows_and_columns_cannot_be_chosen(index: Index) -> None:
     with pytest.raises(IndexError):
         random_matrix(4, 4, 2)[index]
-
-
-def test_any_rows_in_any_order_keep_their_values() -> None:
-    matrix = random_matrix(300, 140)
-    values = matrix.dequantize(torch.float32)
-    cuts = (0, 1, 127, 128, 200, 300)
-    pieces = [matrix[start:stop] for start, stop in itertools.pairwise(cuts)]
-    pieces.reverse()
-    wanted = [values[start:stop] for start, stop in itertools.pairwise(cuts)]
-    wanted.reverse()
-    assert torch.equal(join_rows(pieces).dequantize(torch.float32), torch.cat(wanted))
 
 
 def test_a_byte_is_a_code_and_little_more() -> None:

@@ -81,6 +81,24 @@ def test_what_pack_raises_ends_loading(tmp_path: Path) -> None:
         )
 
 
+def test_whoever_ends_loading_does_not_wait_for_what_others_still_read(tmp_path: Path) -> None:
+    """A failure or an interrupt: big layers take minutes, and threads end at their next piece."""
+    write_checkpoint(tmp_path, PRO_CONFIG, pro_tensors(PRO_CONFIG))
+    pieces = 0
+
+    def progress(read_bytes: int) -> None:
+        nonlocal pieces
+        pieces += 1
+        if pieces == 3:
+            raise MemoryError("no room")
+        time.sleep(0.02)
+
+    spec = spec_from_config(PRO_CONFIG, mtp_layers=3)
+    with pytest.raises(MemoryError, match="no room"):
+        load_weights(spec, SafetensorsCheckpoint(tmp_path), torch.float32, progress=progress)
+    assert pieces < 12
+
+
 def test_threads_hold_no_more_than_the_budget_together() -> None:
     budget, lock = _Budget(100), threading.Lock()
     held, most, alone = 0, 0, []

@@ -77,7 +77,7 @@ def test_native_kernels_are_refused_where_they_cannot_compute(folder: Path, tmp_
         for asked in ({"kernels": "native"}, {"quantization": "int8"}):
             with pytest.raises(StartupError, match=f"they compute in bfloat16, not in {dtype}; add --dtype bfloat16"):
                 describe(folder, tmp_path, dtype=dtype, **asked)
-    with pytest.raises(StartupError, match="--quantization int8 needs the native kernels: without --kernels torch"):
+    with pytest.raises(StartupError, match="--quantization int8 needs the native kernels: leave out --kernels torch"):
         describe(folder, tmp_path, kernels="torch", quantization="int8")
 
 
