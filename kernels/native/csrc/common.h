@@ -1,4 +1,4 @@
-/* Number formats, small vector helpers and the words shared by the other files.
+/* Number formats, small functions on them and the words shared by the other files.
  *
  * Everything is compiled as one unit (stack.c includes the others) for the processor it runs on. Where that processor
  * has AVX512-BF16 the inner loops are written with intrinsics; elsewhere the same loops are plain C in fp32, in a form
@@ -28,6 +28,9 @@
 #define CEIL_DIV(a, b) (((a) + (b) - 1) / (b))
 
 typedef uint16_t bf16;
+
+/* Two values of 16 bits, read at once: the compiler must know that they may have been written one by one. */
+typedef uint32_t __attribute__((may_alias)) two_values;
 
 INLINE float from_bits(uint32_t bits) {
     float value;

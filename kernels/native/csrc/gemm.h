@@ -63,7 +63,7 @@ INLINE void inner_bf16(const int mr, int64_t pairs, const void *const *x, const 
         panel += 128;
 #pragma GCC unroll 10
         for (int i = 0; i < mr; i++) {
-            __m512bh both = (__m512bh)_mm512_set1_epi32(((const int32_t *)x[i])[pair]);
+            __m512bh both = (__m512bh)_mm512_set1_epi32((int32_t)((const two_values *)x[i])[pair]);
             sum[i][0] = _mm512_dpbf16_ps(sum[i][0], both, low);
             sum[i][1] = _mm512_dpbf16_ps(sum[i][1], both, high);
         }
@@ -88,7 +88,7 @@ INLINE void inner_int8(const int mr, int64_t pairs, const void *const *x, const 
         panel += 64;
 #pragma GCC unroll 10
         for (int i = 0; i < mr; i++) {
-            __m512i both = _mm512_set1_epi32(((const int32_t *)x[i])[pair]);
+            __m512i both = _mm512_set1_epi32((int32_t)((const two_values *)x[i])[pair]);
             sum[i][0] = _mm512_dpwssd_epi32(sum[i][0], both, low);
             sum[i][1] = _mm512_dpwssd_epi32(sum[i][1], both, high);
         }
@@ -120,8 +120,8 @@ INLINE void inner_bf16(const int mr, int64_t pairs, const void *const *x, const 
         float *out = tile + i * ld;
         for (int j = 0; j < PANEL; j++) sum[j] = add ? out[j] : 0.0f;
         for (int64_t pair = 0; pair < pairs; pair++) {
-            const uint32_t *panel = (const uint32_t *)w + pair * PANEL;
-            uint32_t both = ((const uint32_t *)x[i])[pair];
+            const two_values *panel = (const two_values *)w + pair * PANEL;
+            uint32_t both = ((const two_values *)x[i])[pair];
             float even = from_bits(both << 16), odd = from_bits(both & 0xffff0000u);
             for (int j = 0; j < PANEL; j++)
                 sum[j] += multiply_add(odd, from_bits(panel[j] & 0xffff0000u), even * from_bits(panel[j] << 16));

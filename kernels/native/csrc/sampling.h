@@ -1,8 +1,8 @@
 /* The next token of a row of logits, without sorting the vocabulary. Included by stack.c.
  *
- * The draw is that of server/model/sampler.py: scaled logits, cut by top-k, then top-p over what that left, then min-p,
- * plus Gumbel noise that is a hash of (key, token); the largest wins. Tokens that tie with the last survivor survive.
- * A histogram over the distance to the best token finds the bucket in which a cut lies, and only that bucket is sorted.
+ * Scaled logits are cut by top-k, then top-p over what that left, then min-p, and Gumbel noise is added, a hash of
+ * (key, token); the largest wins. Tokens that tie with the last survivor survive.
+ * A histogram over the distance to the best token finds the bucket in which a cut lies; only that bucket is searched.
  */
 
 #define BUCKETS 4096
@@ -42,17 +42,41 @@ static int largest_first(const void *a, const void *b) {
     return left < right ? 1 : left > right ? -1 : 0;
 }
 
-/* The values of one bucket, the largest first, into sorted; how many. */
-static int64_t sort_bucket(const float *values, int64_t count, float top, int bucket, float least, float *sorted) {
-    int64_t found = 0;
-    for (int64_t i = 0; i < count; i++)
-        if (values[i] >= least && bucket_of(top - values[i]) == bucket) sorted[found++] = values[i];
-    qsort(sorted, (size_t)found, sizeof(float), largest_first);
-    return found;
+/* The k-th largest of values [count], which change places (Hoare, "Algorithm 65: Find", CACM 1961). At a low
+ * temperature the last bucket can hold nearly all the vocabulary, too much to be sorted for every token. */
+static float kth_largest(float *values, int64_t count, int64_t k) {
+    int64_t low = 0, high = count - 1;
+    while (low < high) {
+        const float pivot = values[low + (high - low) / 2];
+        int64_t i = low, j = high;
+        while (i <= j) {
+            while (values[i] > pivot) i++;
+            while (values[j] < pivot) j--;
+            if (i > j) break;
+            const float swap = values[i];
+            values[i++] = values[j];
+            values[j--] = swap;
+        }
+        if (k - 1 <= j)
+            high = j;
+        else if (k - 1 >= i)
+            low = i;
+        else
+            break;
+    }
+    return values[k - 1];
 }
 
-/* values [count] are scaled logits. The least value that survives top-k and top-p. sorted has room for count. */
-static float floor_of(SampleScratch *s, int64_t count, float top, int64_t top_k, double top_p, float *sorted) {
+/* The values of one bucket that are at least `least`, into found; how many. */
+static int64_t take_bucket(const float *values, int64_t count, float top, int bucket, float least, float *found) {
+    int64_t taken = 0;
+    for (int64_t i = 0; i < count; i++)
+        if (values[i] >= least && bucket_of(top - values[i]) == bucket) found[taken++] = values[i];
+    return taken;
+}
+
+/* values [count] are scaled logits. The least value that survives top-k and top-p. room: for count values. */
+static float floor_of(SampleScratch *s, int64_t count, float top, int64_t top_k, double top_p, float *room) {
     const float *values = s->values;
     float least = -INFINITY;
     memset(s->mass, 0, sizeof(s->mass));
@@ -74,12 +98,13 @@ static float floor_of(SampleScratch *s, int64_t count, float top, int64_t top_k,
         int64_t before = 0;
         int bucket = 0;
         while (before + s->count[bucket] < top_k) before += s->count[bucket++];
-        const int64_t found = sort_bucket(values, count, top, bucket, -INFINITY, sorted);
-        least = sorted[MIN(top_k - before, found) - 1];
+        const int64_t found = take_bucket(values, count, top, bucket, -INFINITY, room);
+        least = kth_largest(room, found, MIN(top_k - before, found));
         total = 0.0;
         for (int b = 0; b < bucket; b++) total += s->mass[b];
         double inside = 0.0;
-        for (int64_t i = 0; i < found && sorted[i] >= least; i++) inside += exp((double)(sorted[i] - top));
+        for (int64_t i = 0; i < found; i++)
+            if (room[i] >= least) inside += exp((double)(room[i] - top));
         total += inside;
         s->mass[bucket] = inside;
         for (int b = bucket + 1; b < BUCKETS; b++) s->mass[b] = 0.0;
@@ -90,18 +115,19 @@ static float floor_of(SampleScratch *s, int64_t count, float top, int64_t top_k,
     double before = 0.0;
     int bucket = 0;
     while (bucket < BUCKETS - 1 && before + s->mass[bucket] < wanted) before += s->mass[bucket++];
-    const int64_t found = sort_bucket(values, count, top, bucket, least, sorted);
+    const int64_t found = take_bucket(values, count, top, bucket, least, room);
+    qsort(room, (size_t)found, sizeof(float), largest_first);
     float floor = least;
     for (int64_t i = 0; i < found; i++) {
-        floor = sorted[i];
-        before += exp((double)(sorted[i] - top));
+        floor = room[i];
+        before += exp((double)(room[i] - top));
         if (before >= wanted) break;
     }
     return MAX(floor, least);
 }
 
 /* The token, or -1 if the largest logit is not finite. */
-static int64_t choose_token(const float *logits, int64_t count, const Draw *draw, SampleScratch *s, float *sorted) {
+static int64_t choose_token(const float *logits, int64_t count, const Draw *draw, SampleScratch *s, float *room) {
     float top = -INFINITY, poison = 0.0f;
 #pragma omp simd reduction(max : top) reduction(+ : poison)
     for (int64_t i = 0; i < count; i++) {
@@ -117,7 +143,7 @@ static int64_t choose_token(const float *logits, int64_t count, const Draw *draw
     for (int64_t i = 0; i < count; i++) values[i] = logits[i] / temperature;
     top = values[best];
     float least = -INFINITY;
-    if (draw->top_k > 0 || draw->top_p < 1.0) least = floor_of(s, count, top, draw->top_k, draw->top_p, sorted);
+    if (draw->top_k > 0 || draw->top_p < 1.0) least = floor_of(s, count, top, draw->top_k, draw->top_p, room);
     if (draw->min_p > 0.0) least = MAX(least, top + (float)log(draw->min_p));
     /* Noise g beats the best so far only if v < e^(value - best), because 1 - e^-y <= y: few logarithms are needed. */
     float winning = top + gumbel(uniform(draw->key, best));

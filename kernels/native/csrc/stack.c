@@ -1,5 +1,5 @@
-/* The decoder's layers, run by all threads together in one call: no interpreter between two operations, and the rest of
- * the server has its lock meanwhile.
+/* The decoder's layers, run by all threads together in one call: no interpreter between two operations, and others
+ * have its lock meanwhile.
  *
  * Hidden states stay in fp32; what a matrix multiplies is rounded to bf16 (int16 beside int8 weights), and so are K, V,
  * queries and softmax shares. No result depends on how a step is put together: the same tokens give the same bits in
@@ -79,8 +79,9 @@ typedef struct {
 #define FEW 2 /* tokens up to which every thread computes norms for itself, which saves an operation */
 
 enum {
-    B_HIDDEN, B_OTHER_HIDDEN, B_X, B_X_SCALES, B_QKV, B_QUERIES, B_ATTENDED, B_INNER, B_OUT, B_ROTARY, B_ROW_OF, B_POSITION,
-    B_ROWS, B_PARTIAL, B_NORMED, B_ROUTER, B_CHOSEN, B_SHARES, B_ORDER, B_PLACE, B_HITS, B_EXPERT_OUT, B_PRODUCT, B_BUFFERS
+    B_HIDDEN, B_OTHER_HIDDEN, B_X, B_X_SCALES, B_QKV, B_QUERIES, B_ATTENDED, B_INNER, B_OUT, B_ROTARY, B_ROW_OF,
+    B_POSITION, B_ROWS, B_PARTIAL, B_NORMED, B_ROUTER, B_CHOSEN, B_SHARES, B_ORDER, B_PLACE, B_HITS, B_EXPERT_OUT,
+    B_PRODUCT, B_BUFFERS
 };
 
 typedef struct {
@@ -295,7 +296,9 @@ INLINE Scratch own_scratch(const Run *run, const Shape *shape) {
 #define PARTIAL_BYTES (64 << 20) /* of partial results; very long contexts on many cores are left whole */
 #define SPLIT_ROWS 16 /* query rows of a block up to which its segments may go to several threads */
 
-INLINE int64_t partial_floats(const Shape *shape) { return (CEIL_DIV(shape->value_dim, PANEL) * PANEL + 2) * SPLIT_ROWS; }
+INLINE int64_t partial_floats(const Shape *shape) {
+    return (CEIL_DIV(shape->value_dim, PANEL) * PANEL + 2) * SPLIT_ROWS;
+}
 
 /* Few and short blocks with many keys: every segment is a task, and the results are joined in a second round. How many
  * segments there are at most, or 0 to leave blocks whole. */
