@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from kernels.mxfp4 import Mxfp4
 from kernels.native import library
+from kernels.native.memory import WEIGHTS
 from kernels.quantized import BLOCK_COLUMNS, BlockScaled, Index, Matrix
 
 PANEL = 32
@@ -111,7 +113,8 @@ class PanelPacking:
         *leading, rows, _ = self.shape
 
         def panels(like: Tensor) -> Tensor:
-            made = like.new_empty(*leading, -(-rows // PANEL), like.shape[-1], PANEL)
+            shape = (*leading, -(-rows // PANEL), like.shape[-1], PANEL)
+            made = WEIGHTS.empty(math.prod(shape) * like.element_size()).view(like.dtype).view(shape)
             if rows % PANEL:
                 made[..., -1, :, rows % PANEL :] = 0
             return made

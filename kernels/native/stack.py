@@ -110,15 +110,18 @@ class Context:
         queries: what a step asks memory for at least."""
         return int(self.lib.tp_take_bytes(self.handle))
 
-    def multiply(self, x: Tensor, matrix: PackedMatrix, bias: Tensor | None = None) -> Tensor:
-        """x [R, K] bf16 times matrix [N, K] transposed, plus bias [N] fp32 -> [R, N] fp32."""
+    def multiply(
+        self, x: Tensor, matrix: PackedMatrix, bias: Tensor | None = None, *, into: Tensor | None = None
+    ) -> Tensor:
+        """x [R, K] bf16 times matrix [N, K] transposed, plus bias [N] fp32 -> [R, N] fp32, in `into` where given."""
         outputs, inputs = matrix.shape
         assert x.dtype is torch.bfloat16 and x.shape[1:] == (inputs,), (x.dtype, x.shape, matrix.shape)
         if bias is not None:
             assert bias.dtype is torch.float32 and bias.shape == (outputs,), (bias.dtype, bias.shape)
             bias = bias.contiguous()
         x = x.contiguous()
-        out = torch.empty(x.shape[0], outputs, dtype=torch.float32)
+        out = torch.empty(x.shape[0], outputs, dtype=torch.float32) if into is None else into
+        assert out.dtype is torch.float32 and out.shape == (x.shape[0], outputs) and out.is_contiguous(), out.shape
         struct = matrix.struct()
         failed = self.lib.tp_multiply(
             self.handle, ctypes.byref(struct), _pointer(bias), x.data_ptr(), x.shape[0], out.data_ptr()

@@ -49,9 +49,10 @@ class NativeDecoder:
         tables = [batch.tables[PageKind.FULL], batch.tables[PageKind.WINDOW]]
         return self._stack.forward(tokens, batch.rows, tables)
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """hidden [R, M] after the final norm -> [R, N] fp32"""
-        return self.kernels.context.multiply(hidden.to(torch.bfloat16), self._head)
+    def logits(self, hidden: Tensor, *, into: Tensor | None = None) -> Tensor:
+        """hidden [R, M] after the final norm -> [R, N] fp32, in `into` where given: memory for a large vocabulary that
+        is asked of the system anew in every step costs as much as a third of the product."""
+        return self.kernels.context.multiply(hidden.to(torch.bfloat16), self._head, into=into)
 
     def _bind(self, arena: KVArena) -> Stack:
         assert arena.dtype is torch.bfloat16, arena.dtype

@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from server.model.batch import Batch
 from server.model.decoder import Decoder
@@ -31,6 +32,7 @@ class ModelRunner:
         self._sampler = Sampler(decoder.spec.vocab, device, native)
         self._sampled: dict[SlotId, tuple[StepId, int]] = {}  # the last token sampled in each slot, and by which step
         self._device = device
+        self._logit_rows = torch.empty(0, decoder.spec.vocab)
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepResult:
@@ -67,6 +69,15 @@ class ModelRunner:
         step, token = self._sampled.get(row.slot, (None, 0))
         return row.filled(token) if step == row.follows else None
 
+    def _logits(self, hidden: Tensor) -> Tensor:
+        """[R, N] fp32, good until the next step."""
+        if not isinstance(self._decoder, NativeDecoder):
+            return self._decoder.logits(hidden)
+        rows = hidden.shape[0]
+        if self._logit_rows.shape[0] < rows:
+            self._logit_rows = torch.empty(rows, self._decoder.spec.vocab)
+        return self._decoder.logits(hidden, into=self._logit_rows[:rows])
+
     def _compute(self, rows: Sequence[RowPlan]) -> list[RowResult]:
         tokens = torch.tensor([token for row in rows for token in row.tokens], device=self._device)
         batch = Batch(
@@ -79,7 +90,7 @@ class ModelRunner:
         results = [RowResult()] * len(rows)
         if sampling:
             last = batch.last_tokens
-            logits = self._decoder.logits(hidden[[last[index] for index in sampling]])
+            logits = self._logits(hidden[[last[index] for index in sampling]])
             for index, result in zip(
                 sampling, self._sampler.sample(logits, [rows[index] for index in sampling]), strict=True
             ):
