@@ -38,7 +38,7 @@ from server.model.generation import GenerationConfig, read_generation_config
 from server.model.gguf_file import GGUFFile
 from server.model.json_file import read_json_object
 from server.model.kv_arena import KVArena
-from server.model.native_decoder import NativeDecoder
+from server.model.native_decoder import NativeDecoder, check_native
 from server.model.runner import ModelRunner
 from server.model.source import ModelSource
 from server.model.spec import ModelSpec
@@ -380,8 +380,9 @@ def _backend(config: ServeConfig, spec: ModelSpec, device: torch.device) -> tupl
         refusal = f"they compute in bfloat16, not in {str(wanted).removeprefix('torch.')}; add --dtype bfloat16"
     else:
         try:
+            check_native(spec)
             native = _native(config, int8)
-        except BuildError as error:
+        except (BuildError, StartupError) as error:
             refusal = str(error)
             if config.kernels == "auto" and not int8:
                 log.warning("event=native_kernels_missing reason=%r fallback=torch", refusal)

@@ -34,7 +34,7 @@ class NativeDecoder:
     """
 
     def __init__(self, spec: ModelSpec, weights: Weights, kernels: NativeKernels) -> None:
-        _check(spec)
+        check_native(spec)
         self.spec = spec
         self.weights = weights
         self.kernels = kernels
@@ -74,7 +74,8 @@ class NativeDecoder:
         )
 
 
-def _check(spec: ModelSpec) -> None:
+def check_native(spec: ModelSpec) -> None:
+    """Raises StartupError for a model whose heads the C kernels do not take."""
     groups = {layer.attention.heads // layer.attention.kv_heads for layer in spec.layers}
     if max(groups) > MOST_HEADS_OF_A_KV_HEAD or len(groups) > MOST_GROUPS:
         raise StartupError(
