@@ -34,7 +34,7 @@ DTYPES = {
 }
 
 _VIEW_BYTES = 2**20
-_MAPPED_BYTES = 8 * 2**20
+_MAPPED_BYTES = 4 * 2**20
 """What is read of mapped files before they are opened anew."""
 _MAPPED_BYTES_PER_TENSOR = 8 * 2**10
 """Opening parses the header, about 1 us for each tensor of the file: as long as reading a few KiB takes."""

@@ -26,8 +26,8 @@ _VERSIONS = (2, 3)
 _MAX_DIMS = 4
 _MAX_DEPTH = 4
 _DEFAULT_ALIGNMENT = 32
-_FAULT_BYTES = max(64 * 1024, mmap.PAGESIZE)
-"""Linux maps this much around a page that is touched (fault_around_bytes in mm/memory.c)."""
+_FAULT_BYTES = 2 * 2**20
+"""Linux maps up to this much around a page that is touched: fault_around_bytes, or a whole large folio of the cache."""
 _SCALARS: dict[int, tuple[str, Any]] = {
     GGUFValueType.UINT8: ("<B", np.uint8),
     GGUFValueType.INT8: ("<b", np.int8),
