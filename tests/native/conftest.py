@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -34,11 +33,9 @@ def library_path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPa
 def make_kernels(library_path: Path) -> MakeKernels:
     """Kernels for a number of threads; those of equal arguments are shared."""
 
-    patching = threading.Lock()  # tests make kernels in threads, and patches that overlap would stay
-
     @cache
     def make(threads: int = 1, *, int8: bool = False) -> NativeKernels:
-        with patching, mock.patch("kernels.native.kernels.build", return_value=library_path):
+        with mock.patch("kernels.native.kernels.build", return_value=library_path):
             return NativeKernels(library_path.parent, threads, int8=int8)
 
     return make

@@ -26,8 +26,12 @@ from tests.native.models import SPECS, VOCAB, llama, native_sequences, random_we
 ROOT = Path(__file__).parents[2]
 
 
+PATCHING = threading.Lock()
+"""Kernels are made in threads here, and of patches that overlap one would stay."""
+
+
 def fresh(library_path: Path, threads: int) -> NativeKernels:
-    with mock.patch("kernels.native.kernels.build", return_value=library_path):
+    with PATCHING, mock.patch("kernels.native.kernels.build", return_value=library_path):
         return NativeKernels(library_path.parent, threads)
 
 
