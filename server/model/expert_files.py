@@ -98,6 +98,19 @@ class InterleavedMxfp4:
         return stacks.done(gate_up_bias, down_bias)
 
 
+def _mxfp4_stacks(
+    moe: MoESpec, hidden: int, device: torch.device, packing: MakePacking, read: Callable[[int, str], Tensor]
+) -> _Stacks:
+    """Every expert packed from its projections' codes and scales; read gives one of them, such as (3, "up_scales")."""
+    stacks, gate_up, down = _Stacks(moe, hidden, packing), *_empty_mxfp4(moe, hidden, device)
+    for expert in range(moe.experts):
+        for part, target in _parts(moe, gate_up, down).items():
+            target.codes.copy_(read(expert, f"{part}_codes"))
+            target.scales.copy_(read(expert, f"{part}_scales"))
+        stacks.put(expert, gate_up, down)
+    return stacks
+
+
 class SplitMxfp4:
     """MiMo's store_dtype mxfp4: for each expert and projection codes [out, in / 2] and scales [out, in / 32]."""
 
@@ -112,12 +125,9 @@ class SplitMxfp4:
     def load(
         self, moe: MoESpec, hidden: int, read: Read, dtype: torch.dtype, device: torch.device, packing: MakePacking
     ) -> Experts:
-        stacks, gate_up, down = _Stacks(moe, hidden, packing), *_empty_mxfp4(moe, hidden, device)
-        for expert in range(moe.experts):
-            for part, target in _parts(moe, gate_up, down).items():
-                target.codes.copy_(read(f"experts.{expert}.{part}_codes", None))
-                target.scales.copy_(read(f"experts.{expert}.{part}_scales", None))
-            stacks.put(expert, gate_up, down)
+        stacks = _mxfp4_stacks(
+            moe, hidden, device, packing, lambda expert, name: read(f"experts.{expert}.{name}", None)
+        )
         return stacks.done()
 
 
@@ -154,12 +164,7 @@ class StackedMxfp4:
     def load(
         self, moe: MoESpec, hidden: int, read: Read, dtype: torch.dtype, device: torch.device, packing: MakePacking
     ) -> Experts:
-        stacks, gate_up, down = _Stacks(moe, hidden, packing), *_empty_mxfp4(moe, hidden, device)
-        for expert in range(moe.experts):
-            for part, target in _parts(moe, gate_up, down).items():
-                target.codes.copy_(read(f"experts_{part}_codes", expert))
-                target.scales.copy_(read(f"experts_{part}_scales", expert))
-            stacks.put(expert, gate_up, down)
+        stacks = _mxfp4_stacks(moe, hidden, device, packing, lambda expert, name: read(f"experts_{name}", expert))
         gate_up_bias, down_bias = _stacked_biases(moe, read, dtype, device)
         return stacks.done(gate_up_bias, down_bias)
 
