@@ -28,7 +28,7 @@ def draw(results: Results, path: Path) -> None:
         axes[0].set_title(f"{model}: one stream, tok/s")
         _lines(axes[1], results, model, [metric for metric in metrics if metric.startswith("concurrent-")])
         axes[1].set_title("many streams, output tok/s (dashed: sampled)")
-        _bars(axes[2], results, model, [metric for metric in metrics if metric.startswith("ttft/")])
+        _bars(axes[2], results, model, [metric for metric in metrics if metric.startswith("ttft-")])
         axes[2].set_title("cold TTFT, s (less is better)")
     handles = [Patch(color=colour) for _, colour in _coloured(results)]
     figure.legend(handles, list(results.labels.values()), loc="outside lower center", ncols=len(handles))
@@ -51,8 +51,15 @@ def _bars(axes: Any, results: Results, model: str, metrics: list[str]) -> None:
                 continue
             at = group + (index - (len(results.labels) - 1) / 2) * width
             axes.bar(at, cell.median, width * 0.9, color=colour, yerr=_reach([cell]), ecolor="black", capsize=2)
-    axes.set_xticks(range(len(metrics)), [metric.partition("/")[2] for metric in metrics])
+    axes.set_xticks(range(len(metrics)), [_tick(metric) for metric in metrics])
     axes.set_xlim(-0.5, max(0.5, len(metrics) - 0.5))
+
+
+def _tick(metric: str) -> str:
+    """What stands under a group of bars: the sampling, below the prompt's length where there are several."""
+    kind, _, sampling = metric.partition("/")
+    size = kind.partition("-")[2]
+    return f"{int(size):,}\n{sampling}" if size else sampling
 
 
 def _lines(axes: Any, results: Results, model: str, metrics: list[str]) -> None:

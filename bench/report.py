@@ -33,7 +33,7 @@ def target_of(metric: str) -> Target | None:
         return Target(metric=metric, peer="ours", against="vllm", bound=1.4, at_least=True)
     if kind.startswith("concurrent-"):
         return Target(metric=metric, peer="ours", against="vllm", bound=1.0, at_least=True)
-    if kind == "ttft":
+    if kind.startswith("ttft-"):
         return Target(metric=metric, peer="ours", against="vllm", bound=1.1, at_least=False)
     return None
 
@@ -44,7 +44,7 @@ def targets(metrics: Iterable[str]) -> list[Target]:
     for metric in metrics:
         if (against_vllm := target_of(metric)) is not None:
             found.append(against_vllm)
-        if metric == "ttft/6000":
+        if metric.startswith("ttft-6000/"):
             found.append(Target(metric=metric, peer="ours", against="llamacpp", bound=0.5, at_least=False))
         if metric.startswith("single/"):
             found.append(Target(metric=metric, peer="ours-int8", against="llamacpp-q8", bound=1.0, at_least=True))
@@ -57,8 +57,8 @@ def row_name(metric: str) -> str:
         return f"one stream, {detail}, tok/s"
     if kind.startswith("concurrent-"):
         return f"{kind.removeprefix('concurrent-')} streams, {detail}, output tok/s"
-    if kind == "ttft":
-        return f"cold TTFT, {int(detail):,} tokens, s"
+    if kind.startswith("ttft-"):
+        return f"cold TTFT, {int(kind.removeprefix('ttft-')):,} tokens, {detail}, s"
     return {"ready": "start to ready, s", "first-token": "start to first token, s", "peak-rss": "peak RSS, GiB"}[kind]
 
 
@@ -101,10 +101,8 @@ def metrics_of(results: Results, model: str) -> list[str]:
 
     def place(metric: str) -> tuple[int, str, int]:
         kind, _, detail = metric.partition("/")
-        name, _, streams = kind.partition("-")
-        if name == "ttft":
-            return KINDS.index(name), "", int(detail)
-        return KINDS.index(name), detail, int(streams) if streams.isdigit() else 0
+        name, _, size = kind.partition("-")
+        return KINDS.index(name), detail, int(size) if size.isdigit() else 0
 
     return sorted(found, key=place)
 
@@ -159,19 +157,19 @@ def _share_of_ceiling(results: Results, model: str) -> list[str]:
         return []
     rows = []
     for metric in metrics_of(results, model):
-        kind, _, detail = metric.partition("/")
-        if kind not in ("single", "ttft"):
+        name, _, size = metric.partition("/")[0].partition("-")
+        if name not in ("single", "ttft"):
             continue
-        row = [row_name(metric).rpartition(",")[0] + (", GB/s" if kind == "single" else ", GFLOP/s")]
+        row = [row_name(metric).rpartition(",")[0] + (", GB/s" if name == "single" else ", GFLOP/s")]
         for peer in results.labels:
             cell = results.cell(model, peer, metric)
             if cell is None:
                 row.append("-")
                 continue
-            if kind == "single":
+            if name == "single":
                 rate, ceiling = cell.median * cost.weights * PEERS[peer].bytes_per_weight / 1e9, results.ceiling("read")
             else:
-                rate, ceiling = cost.prefill_flop[detail] / cell.median / 1e9, results.ceiling(PEERS[peer].ceiling)
+                rate, ceiling = cost.prefill_flop[size] / cell.median / 1e9, results.ceiling(PEERS[peer].ceiling)
             assert ceiling is not None
             row.append(f"{number(rate)} ({rate / ceiling:.0%})")
         rows.append(row)

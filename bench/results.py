@@ -87,13 +87,22 @@ class Cell:
     disturbed: bool
 
 
+def _now_called(metric: str) -> str:
+    """Files of before cold prompts were sampled too say "ttft/2000" for what is now "ttft-2000/greedy"."""
+    kind, _, detail = metric.partition("/")
+    return f"ttft-{detail}/greedy" if kind == "ttft" else metric
+
+
 def read(path: Path) -> Results:
+    """What `Results.write` wrote, by this version or an earlier one."""
     loaded: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     return Results(
         machine=loaded["machine"],
         labels=loaded["labels"],
         costs={model: Cost(**cost) for model, cost in loaded["costs"].items()},
         ceilings=loaded["ceilings"],
-        repeats=[Repeat(**each) for each in loaded["repeats"]],
-        missing=[Missing(**each) for each in loaded["missing"]],
+        repeats=[Repeat(**{**each, "metric": _now_called(each["metric"])}) for each in loaded["repeats"]],
+        missing=[
+            Missing(**{**each, "metric": _now_called(each["metric"] or "") or None}) for each in loaded["missing"]
+        ],
     )

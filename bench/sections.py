@@ -32,8 +32,8 @@ QUICK = Sizes(single_outputs=32, streams=(8,), concurrent_outputs=16, cold_token
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measure:
-    """One repeat. metric is "single/greedy" or "ttft/2000" and so on; other_cores is how busy the rest of the machine
-    was. value is None where it failed, and `failure` says why."""
+    """One repeat. metric is "single/greedy" or "ttft-2000/sampled" and so on; other_cores is how busy the rest of the
+    machine was. value is None where it failed, and `failure` says why."""
 
     metric: str
     value: float | None
@@ -48,7 +48,7 @@ class Task:
 
 
 def tasks(sections: Sequence[str], samplings: Sequence[str], sizes: Sizes, *, batches: bool) -> list[Task]:
-    """Everything to measure on a server. Cold prompts are greedy only: sampling one token changes nothing there."""
+    """Everything to measure on a server, each section with every kind of sampling."""
     found: list[Task] = []
     for name in samplings:
         sampling = SAMPLINGS[name]
@@ -59,8 +59,8 @@ def tasks(sections: Sequence[str], samplings: Sequence[str], sizes: Sizes, *, ba
                 Task(metric=f"concurrent-{count}/{name}", run=_concurrent(count, sizes.concurrent_outputs, sampling))
                 for count in sizes.streams
             ]
-    if "ttft" in sections:
-        found += [Task(metric=f"ttft/{tokens}", run=_cold(tokens)) for tokens in sizes.cold_tokens]
+        if "ttft" in sections:
+            found += [Task(metric=f"ttft-{tokens}/{name}", run=_cold(tokens, sampling)) for tokens in sizes.cold_tokens]
     return found
 
 
@@ -111,8 +111,8 @@ def _concurrent(streams: int, outputs: int, sampling: Sampling) -> Callable[[Cli
     return run
 
 
-def _cold(tokens: int) -> Callable[[Client], Awaitable[float]]:
+def _cold(tokens: int, sampling: Sampling) -> Callable[[Client], Awaitable[float]]:
     async def run(client: Client) -> float:
-        return (await client.ask(client.prompt(tokens), 1)).ttft_s
+        return (await client.ask(client.prompt(tokens), 1, sampling)).ttft_s
 
     return run

@@ -137,7 +137,7 @@ async def test_concurrent_streams_run_at_once_and_their_tokens_are_added_up(prom
     assert 4 * 5 / (0.5 + CLOCK_SLACK_S) < found.value <= 4 * 5 / 0.5
 
 
-@pytest.mark.parametrize("metric", ["concurrent-4/greedy", "ttft/2000"])
+@pytest.mark.parametrize("metric", ["concurrent-4/greedy", "ttft-2000/greedy"])
 async def test_a_failure_is_a_result_with_a_reason(prompts: Prompts, metric: str) -> None:
     async with client_of(FakeServer(fails=500), prompts) as client:
         found = await measure(task_named(metric), client, os.getpid())
@@ -147,7 +147,18 @@ async def test_a_failure_is_a_result_with_a_reason(prompts: Prompts, metric: str
 
 def test_what_a_server_cannot_do_at_once_is_not_asked_of_it() -> None:
     found = tasks(("single", "concurrent", "ttft"), ("greedy", "sampled"), Sizes(), batches=False)
-    assert [task.metric for task in found] == ["single/greedy", "single/sampled", "ttft/2000", "ttft/6000"]
+    assert [task.metric for task in found] == [
+        f"{kind}/{name}" for name in ("greedy", "sampled") for kind in ("single", "ttft-2000", "ttft-6000")
+    ]
+
+
+async def test_a_cold_prompt_is_sent_greedy_and_sampled(prompts: Prompts) -> None:
+    server = FakeServer()
+    async with client_of(server, prompts) as client:
+        for task in tasks(("ttft",), ("greedy", "sampled"), Sizes(cold_tokens=(2000,)), batches=True):
+            assert await task.run(client) > 0
+    asked = [(body["temperature"], body["top_p"], body["max_tokens"]) for body in server.bodies]
+    assert asked == [(0.0, 1.0, 1), (0.8, 0.95, 1)]
 
 
 def test_a_vocabulary_whose_words_are_several_tokens_is_refused(tmp_path: Path) -> None:
