@@ -124,7 +124,17 @@ def _numbers(results: Results, model: str) -> list[str]:
         row += ["-" if ratio is None else f"{ratio:.2f}x", "" if target is None else str(target)]
         row.append("" if target is None else "not measured" if ratio is None else _verdict(target, ratio))
         rows.append(row)
-    return _table(["", *results.labels.values(), "ours / vLLM", "target", ""], rows)
+    return _table(["", *_columns(results, model), "ours / vLLM", "target", ""], rows)
+
+
+def _columns(results: Results, model: str) -> list[str]:
+    """The servers' names; of one that was measured in fewer rounds than others, in how many of them."""
+    rounds = {peer: results.rounds(model, peer) for peer in results.labels}
+    most = max(rounds.values(), default=0)
+    return [
+        f"{label}, {rounds[peer]} of {most} rounds" if 0 < rounds[peer] < most else label
+        for peer, label in results.labels.items()
+    ]
 
 
 def _verdict(target: Target, ratio: float) -> str:

@@ -71,6 +71,10 @@ class Results:
         reasons = [m for m in self.missing if (m.model, m.peer) == (model, peer) and m.metric in (metric, None)]
         return next((m.reason for m in sorted(reasons, key=lambda m: m.metric is None)), None)
 
+    def rounds(self, model: str, peer: str) -> int:
+        """In how many rounds something of a server was measured."""
+        return len({repeat.round for repeat in self.repeats if (repeat.model, repeat.peer) == (model, peer)})
+
     def ceiling(self, name: str) -> float | None:
         """The best of all rounds: others can only take away from it."""
         return max((each[name] for each in self.ceilings), default=None)

@@ -3,6 +3,7 @@
     .venv/bin/python bench/serving.py                     everything: one to two hours on two cores
     .venv/bin/python bench/serving.py --quick             a few small measurements of each, to see that all start
     .venv/bin/python bench/serving.py --peers ours,vllm --sections single --models smollm2-135m
+    .venv/bin/python bench/serving.py --rounds-of transformers=1 --sections-of transformers=single,ttft
 
 See docs/benchmarks.md for what the rows mean.
 """
@@ -17,9 +18,10 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -31,27 +33,55 @@ from bench.load import Client, Prompts, RequestFailed, open_session
 from bench.machine import cpu_model, tree_peak_rss_bytes
 from bench.peers import PEERS, SAMPLINGS, Peer, Running, end_servers_when_terminated, running
 from bench.results import Cost, Missing, Repeat, Results
-from bench.sections import QUICK, SECTIONS, Sizes, first_token_s, measure, tasks, warm_up
+from bench.sections import QUICK, SECTIONS, Sizes, Task, first_token_s, measure, tasks, warm_up
 from bench.weights import Weights, prepare
 
 MODELS = ("smollm2-135m", "gemma3-270m")
+T = TypeVar("T")
 START_STEPS = 1
 """A server's start counts as one measurement on the progress bar."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wanted:
-    """The command line."""
+    """The command line. rounds_of and sections_of: of single servers, in place of what holds for all."""
 
     models: tuple[str, ...]
     peers: tuple[str, ...]
     rounds: int
+    rounds_of: Mapping[str, int]
     sections: tuple[str, ...]
+    sections_of: Mapping[str, tuple[str, ...]]
     samplings: tuple[str, ...]
     sizes: Sizes
     threads: int
     cache: Path
     out: Path
+
+    def rounds_with(self, peer: Peer) -> int:
+        """A server takes part in the first rounds."""
+        return min(self.rounds, self.rounds_of.get(peer.name, self.rounds))
+
+    def tasks_of(self, peer: Peer) -> list[Task]:
+        sections = self.sections_of.get(peer.name, self.sections)
+        return tasks(sections, self.samplings, self.sizes, batches=peer.batches)
+
+    def left_out(self, peer: Peer) -> dict[str, str]:
+        """What of the other servers' tasks is not measured on this one, and why."""
+        mine = {task.metric for task in self.tasks_of(peer)}
+        rest = [task.metric for task in tasks(self.sections, self.samplings, self.sizes, batches=True)]
+        alone = "it runs one request at a time"
+        return {
+            metric: alone if metric.startswith("concurrent-") and not peer.batches else "left out by --sections-of"
+            for metric in rest
+            if metric not in mine
+        }
+
+    def steps(self) -> int:
+        """Of the progress bar."""
+        peers = [PEERS[name] for name in self.peers]
+        of_model = sum(self.rounds_with(peer) * (START_STEPS + len(self.tasks_of(peer))) for peer in peers)
+        return self.rounds + len(self.models) * of_model
 
 
 @dataclass(slots=True, kw_only=True)
@@ -79,12 +109,12 @@ class Run:
             self.results.ceilings.append(ceilings(self.wanted.threads))
             self.bar.update()
             for model in self.wanted.models:
-                for peer in self.wanted.peers:
-                    self.one_server(PEERS[peer], weights[model], number)
+                for peer in [PEERS[name] for name in self.wanted.peers]:
+                    if number < self.wanted.rounds_with(peer):
+                        self.one_server(peer, weights[model], number)
 
     def one_server(self, peer: Peer, weights: Weights, number: int) -> None:
-        todo = tasks(self.wanted.sections, self.wanted.samplings, self.wanted.sizes, batches=peer.batches)
-        end = self.bar.n + START_STEPS + len(todo)
+        end = self.bar.n + START_STEPS + len(self.wanted.tasks_of(peer))
         if (weights.name, peer.name) not in self.broken:
             self.bar.set_description(f"round {number + 1}: {weights.name}, {peer.label}")
             try:
@@ -117,8 +147,7 @@ class Run:
             await client.calibrate()
             await warm_up(client, batches=peer.batches)
             self.bar.update(START_STEPS)
-            todo = tasks(self.wanted.sections, self.wanted.samplings, self.wanted.sizes, batches=peer.batches)
-            for task in todo:
+            for task in self.wanted.tasks_of(peer):
                 found = await measure(task, client, server.pid)
                 if found.value is None:
                     self.miss(weights.name, peer.name, found.failure or "unknown", task.metric)
@@ -126,11 +155,8 @@ class Run:
                     keep(task.metric, found.value, found.other_cores)
                 self.bar.update()
         keep("peak-rss", tree_peak_rss_bytes(server.pid) / 2**30)
-        if not peer.batches and "concurrent" in self.wanted.sections:
-            for name in self.wanted.samplings:
-                for streams in self.wanted.sizes.streams:
-                    reason = "it runs one request at a time"
-                    self.miss(weights.name, peer.name, reason, f"concurrent-{streams}/{name}")
+        for metric, reason in self.wanted.left_out(peer).items():
+            self.miss(weights.name, peer.name, reason, metric)
 
     def miss(self, model: str, peer: str, reason: str, metric: str | None = None) -> None:
         each = Missing(model=model, peer=peer, reason=reason, metric=metric)
@@ -178,6 +204,19 @@ def parse(argv: Sequence[str]) -> Wanted:
 
         return parse_names
 
+    def number_of(text: str) -> int:
+        if not text.isdigit():
+            raise argparse.ArgumentTypeError(f"{text or 'nothing'}: not a number")
+        return int(text)
+
+    def of_peer(read: Callable[[str], T]) -> Callable[[str], tuple[str, T]]:
+        def parse_setting(text: str) -> tuple[str, T]:
+            peer, _, value = text.partition("=")
+            (name,) = some_of(tuple(PEERS))(peer)
+            return name, read(value)
+
+        return parse_setting
+
     parser = argparse.ArgumentParser(
         prog="bench/serving.py",
         description=__doc__,
@@ -190,6 +229,9 @@ def parse(argv: Sequence[str]) -> Wanted:
     add("--peers", type=some_of(peers), default=tuple(peers), metavar="A,B", help=f"of {', '.join(peers)} [all]")
     add("--rounds", type=int, default=3, metavar="N", help="repeats of everything; medians are reported [3]")
     add("--sections", type=some_of(SECTIONS), default=SECTIONS, metavar="A,B", help=f"of {', '.join(SECTIONS)} [all]")
+    few, some = of_peer(number_of), of_peer(some_of(SECTIONS))
+    add("--rounds-of", type=few, action="append", default=[], metavar="PEER=N", help="fewer for a slow server")
+    add("--sections-of", type=some, action="append", default=[], metavar="PEER=A,B", help="fewer for a slow server")
     names = tuple(SAMPLINGS)
     add("--sampling", type=some_of(names), default=names, metavar="A,B", help=f"of {', '.join(names)} [all]")
     add("--quick", action="store_true", help="one round, short answers, 8 streams, 2,000 tokens: is all in order?")
@@ -199,12 +241,24 @@ def parse(argv: Sequence[str]) -> Wanted:
     read = parser.parse_args(argv)
     if read.rounds < 1:
         parser.error("--rounds must be at least 1")
+    rounds_of, sections_of = dict(read.rounds_of), dict(read.sections_of)
+    for name, rounds in rounds_of.items():
+        if not 1 <= rounds <= read.rounds:
+            parser.error(f"--rounds-of {name}={rounds} is not between 1 and the {read.rounds} of --rounds")
+    for name in [*rounds_of, *sections_of]:
+        if name not in read.peers:
+            parser.error(f"--rounds-of and --sections-of: {name} is not in this run")
+    for name, sections in sections_of.items():
+        if more := [section for section in sections if section not in read.sections]:
+            parser.error(f"--sections-of {name}: {', '.join(more)} is not measured in this run")
     name = f"serving-{'quick-' if read.quick else ''}{datetime.date.today().isoformat()}"
     return Wanted(
         models=read.models,
         peers=read.peers,
         rounds=1 if read.quick else read.rounds,
+        rounds_of=rounds_of,
         sections=read.sections,
+        sections_of=sections_of,
         samplings=read.sampling,
         sizes=QUICK if read.quick else Sizes(),
         threads=read.threads,
@@ -216,13 +270,8 @@ def parse(argv: Sequence[str]) -> Wanted:
 def main(argv: Sequence[str]) -> int:
     wanted = parse(argv)
     results = Results(machine=machine(wanted.threads), labels={name: PEERS[name].label for name in wanted.peers})
-    steps = sum(
-        START_STEPS + len(tasks(wanted.sections, wanted.samplings, wanted.sizes, batches=PEERS[name].batches))
-        for name in wanted.peers
-    )
-    total = wanted.rounds * (1 + len(wanted.models) * steps)
     rarely_s = 0.1 if sys.stderr.isatty() else 30.0  # a log file gets few lines
-    with tqdm(total=total, unit="step", mininterval=rarely_s) as bar:
+    with tqdm(total=wanted.steps(), unit="step", mininterval=rarely_s) as bar:
         try:
             Run(wanted=wanted, results=results, bar=bar).everything()
         finally:  # what was measured is kept, even when the run is interrupted

@@ -95,7 +95,35 @@ def test_the_command_line_chooses_what_is_measured() -> None:
     assert parse(["--quick"]).rounds == 1
 
 
-@pytest.mark.parametrize("arguments", [["--peers", "sglang"], ["--rounds", "0"], ["--sections", ""]])
+def test_a_slow_server_may_take_part_with_fewer_rounds_and_sections() -> None:
+    """What it leaves out is named with the reason, as what a server cannot do is."""
+    wanted = parse(["--rounds-of", "transformers=1", "--sections-of", "transformers=single,ttft"])
+    slow, ours, alone = PEERS["transformers"], PEERS["ours"], PEERS["llamacpp"]
+    assert [wanted.rounds_with(peer) for peer in (slow, ours, alone)] == [1, 3, 3]
+    assert {task.metric.partition("/")[0] for task in wanted.tasks_of(slow)} == {"single", "ttft-2000", "ttft-6000"}
+    concurrent = [task.metric for task in wanted.tasks_of(ours) if task.metric.startswith("concurrent-")]
+    assert len(concurrent) == 6
+    assert wanted.left_out(slow) == dict.fromkeys(concurrent, "left out by --sections-of")
+    assert wanted.left_out(alone) == dict.fromkeys(concurrent, "it runs one request at a time")
+    assert wanted.left_out(ours) == {}
+    assert wanted.steps() == 3 + 2 * (3 * 3 * 13 + 7 + 2 * 3 * 7)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--peers", "sglang"],
+        ["--rounds", "0"],
+        ["--sections", ""],
+        ["--rounds-of", "sglang=1"],
+        ["--rounds-of", "ours=0"],
+        ["--rounds-of", "ours=4"],
+        ["--rounds-of", "ours"],
+        ["--sections-of", "ours=all"],
+        ["--peers", "ours", "--rounds-of", "vllm=1"],
+        ["--sections", "single", "--sections-of", "vllm=ttft"],
+    ],
+)
 def test_what_is_unknown_is_refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         parse(arguments)

