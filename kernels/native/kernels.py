@@ -35,10 +35,19 @@ class NativeKernels(ReferenceKernels):
     """Implements kernels.interface.Kernels for bf16 on a processor; single operations are the reference's.
 
     What makes it fast is `kernels.native.stack.Stack`, which runs a whole step with `context`. int8: plain matrices are
-    rounded to int8 when they are packed, with one scale a row.
+    rounded to int8 when they are packed, with one scale a row. bf12: other plain matrices are kept in 12 bits a weight,
+    without loss; by default where the processor unpacks them faster than memory gives them.
     """
 
-    def __init__(self, cache: Path, threads: int | None = None, *, int8: bool = False, defines: Sequence[str] = ()):
+    def __init__(
+        self,
+        cache: Path,
+        threads: int | None = None,
+        *,
+        int8: bool = False,
+        bf12: bool | None = None,
+        defines: Sequence[str] = (),
+    ) -> None:
         """Raises `kernels.native.build.BuildError` if the library cannot be made or loaded."""
         path = build(cache, defines)
         try:
@@ -47,12 +56,17 @@ class NativeKernels(ReferenceKernels):
             raise BuildError(f"cannot load {path}: {error}") from error
         self.context = Context(lib, threads or torch.get_num_threads() or os.cpu_count() or 1)
         self.int8 = int8
+        self.bf12 = bool(lib.tp_has_avx512()) if bf12 is None else bf12
 
     def pack(self, weight: Matrix) -> Matrix:
-        return pack(weight, int8=self.int8)
+        return pack(weight, int8=self.int8, bf12=self._bf12_library)
 
     def packing(self, shape: Sequence[int]) -> PanelPacking:
-        return PanelPacking(shape, int8=self.int8)
+        return PanelPacking(shape, int8=self.int8, bf12=self._bf12_library)
+
+    @property
+    def _bf12_library(self) -> ctypes.CDLL | None:
+        return self.context.lib if self.bf12 else None
 
     def linear(self, x: Tensor, weight: Matrix, bias: Tensor | None = None) -> Tensor:
         if isinstance(weight, PackedMatrix) and x.dtype is torch.bfloat16:

@@ -12,6 +12,8 @@ class Matrix(Structure):
     _fields_: ClassVar[list[tuple[str, Any]]] = [
         ("data", c_void_p),
         ("scales", c_void_p),
+        ("escapes", c_void_p),
+        ("escape_starts", c_void_p),
         ("n", c_int64),
         ("k", c_int64),
         ("format", c_int32),
@@ -134,6 +136,10 @@ def load(path: Path) -> ctypes.CDLL:
         "tp_free": (None, [c_void_p]),
         "tp_forward": (c_int, [c_void_p, POINTER(Model), POINTER(Step)]),
         "tp_multiply": (c_int, [c_void_p, POINTER(Matrix), c_void_p, c_void_p, c_int64, c_void_p]),
+        "tp_pack_bf12": (
+            c_int64,
+            [c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_void_p, c_void_p, c_int64],
+        ),
         "tp_choose": (c_int, [c_void_p, c_void_p, c_int64, c_int64, POINTER(Draw), c_void_p]),
     }
     for name, (result, arguments) in signatures.items():

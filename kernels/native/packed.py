@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from kernels.mxfp4 import Mxfp4
 from kernels.native import library
+from kernels.native.bf12 import Bf12Packing, Bf12Panels, is_worth_it, unpack
 from kernels.native.memory import WEIGHTS
 from kernels.quantized import BLOCK_COLUMNS, BlockScaled, Index, Matrix
 
@@ -25,6 +27,8 @@ class Format(IntEnum):
     INT8 = 1
     MXFP4 = 2
     FP8 = 3
+    BF12 = 4
+    """bf16 in 12 bits, without loss."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,20 +37,26 @@ class PackedMatrix:
 
     With P = ceil(N / 32) panels and C = ceil(K / 2) pairs: data [..., P, C, 32] holds a pair of bf16 values as int32,
     of int8 or fp8 codes as int16, of mxfp4 codes as uint8. scales: int8 fp32 [..., P, 32]; fp8 fp32
-    [..., P, ceil(K / 128), 32]; mxfp4 e8m0 uint8 [..., P, K / 32, 32]; bf16 None.
+    [..., P, ceil(K / 128), 32]; mxfp4 e8m0 uint8 [..., P, K / 32, 32]; bf16 None. bf12: see `Bf12Panels`, whose tables
+    are the scales.
     """
 
     shape: torch.Size
     format: Format
     data: Tensor
     scales: Tensor | None = None
+    escapes: Tensor | None = None
+    escape_starts: Tensor | None = None
 
     @property
     def nbytes(self) -> int:
-        return self.data.nbytes + (0 if self.scales is None else self.scales.nbytes)
+        parts = (self.data, self.scales, self.escapes, self.escape_starts)
+        return sum(part.nbytes for part in parts if part is not None)
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         rows, columns = self.shape[-2:]
+        if self.format is Format.BF12:
+            return unpack(self._bf12())[..., :rows, :columns].to(dtype)
         # A copy, since a tensor with one pair a row counts as contiguous as it is, and cannot be viewed.
         pairs = self.data.transpose(-1, -2).flatten(-3, -2).clone(memory_format=torch.contiguous_format)
         if self.format is Format.BF16:
@@ -67,11 +77,15 @@ class PackedMatrix:
     def __getitem__(self, index: Index) -> PackedMatrix:
         if not isinstance(index, int) or len(self.shape) != 3:
             raise IndexError("of a packed matrix only whole experts can be chosen")
+        panels = self.data.shape[1]
+        starts = self.escape_starts
         return PackedMatrix(
             shape=torch.Size(self.shape[1:]),
             format=self.format,
             data=self.data[index],
             scales=None if self.scales is None else self.scales[index],
+            escapes=self.escapes,
+            escape_starts=None if starts is None else starts[index * panels : (index + 1) * panels + 1],
         )
 
     def struct(self) -> library.Matrix:
@@ -79,22 +93,45 @@ class PackedMatrix:
         rows, columns = self.shape
         return library.Matrix(
             data=self.data.data_ptr(),
-            scales=None if self.scales is None else self.scales.data_ptr(),
+            scales=_address(self.scales),
+            escapes=_address(self.escapes),
+            escape_starts=_address(self.escape_starts),
             n=rows,
             k=columns,
             format=int(self.format),
         )
 
+    def _bf12(self) -> Bf12Panels:
+        assert self.scales is not None and self.escapes is not None and self.escape_starts is not None
+        starts = self.escape_starts
+        first, last = int(starts[0]), int(starts[-1])
+        return Bf12Panels(
+            data=self.data, tables=self.scales, escapes=self.escapes[first:last], starts=starts - first
+        )
+
 
 class PanelPacking:
-    """A matrix whose panels are written as its rows come. Implements `kernels.packing.Packing`."""
+    """A matrix whose panels are written as its rows come. Implements `kernels.packing.Packing`.
 
-    def __init__(self, shape: Sequence[int], *, int8: bool = False) -> None:
+    int8: plain values are rounded to int8. bf12: the C library that packs plain values, which are bf16, in 12 bits each
+    where that is worth it.
+    """
+
+    def __init__(self, shape: Sequence[int], *, int8: bool = False, bf12: ctypes.CDLL | None = None) -> None:
         self.shape = torch.Size(shape)
         self.int8 = int8
         self.matrix: PackedMatrix | None = None
+        self._bf12 = bf12
+        self._short: Bf12Packing | None = None
 
     def put(self, start: int, rows: Matrix, expert: int | None = None) -> None:
+        if self._bf12 is not None and isinstance(rows, Tensor) and not self.int8:
+            rows = rows.to(torch.bfloat16)
+            if self.matrix is None and self._short is None and is_worth_it(self._bf12, rows.flatten(0, -2)):
+                self._short = Bf12Packing(self._bf12, self.shape)
+            if self._short is not None:
+                self._short.put(start, rows, expert)
+                return
         encoded = _encode(rows, int8=self.int8)
         if self.matrix is None:
             self.matrix = self._empty(encoded)
@@ -106,6 +143,16 @@ class PanelPacking:
             _place(matrix.scales.unsqueeze(-2) if one_a_row else matrix.scales, encoded.scales, start)
 
     def done(self) -> PackedMatrix:
+        if self._short is not None:
+            panels = self._short.done()
+            return PackedMatrix(
+                shape=self.shape,
+                format=Format.BF12,
+                data=panels.data,
+                scales=panels.tables,
+                escapes=panels.escapes,
+                escape_starts=panels.starts,
+            )
         assert self.matrix is not None
         return self.matrix
 
@@ -125,12 +172,12 @@ class PanelPacking:
         return PackedMatrix(shape=self.shape, format=first.format, data=panels(first.pairs), scales=scales)
 
 
-def pack(matrix: Matrix, *, int8: bool = False) -> PackedMatrix:
+def pack(matrix: Matrix, *, int8: bool = False, bf12: ctypes.CDLL | None = None) -> PackedMatrix:
     """[..., N, K] in panels. Plain values are rounded to bf16, or to int8 with one scale a row; codes stay the codes
     they are."""
     if isinstance(matrix, PackedMatrix):
         return matrix
-    packing = PanelPacking(matrix.shape, int8=int8)
+    packing = PanelPacking(matrix.shape, int8=int8, bf12=bf12)
     packing.put(0, matrix)
     return packing.done()
 
@@ -159,6 +206,10 @@ def _encode(rows: Matrix, *, int8: bool) -> _Encoded:
     largest = torch.maximum(-least, most).clamp(min=1e-35)
     codes = wide.mul_(INT8_STEPS / largest).round_().to(torch.int8)
     return _Encoded(format=Format.INT8, pairs=_pairs(codes, torch.int16), scales=largest / INT8_STEPS)
+
+
+def _address(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
 
 
 def _pairs(values: Tensor, pair: torch.dtype) -> Tensor:

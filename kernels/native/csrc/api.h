@@ -77,9 +77,9 @@ static int prepare_memory(Context *context, const Step *step) {
         partial = MAX(partial, partial_floats(shape));
         const Matrix *all[] = {&layer->qkv, &layer->output, gate_up, down};
         for (int m = 0; m < 4; m++)
-            if (all[m]->format >= FORMAT_MXFP4) spread = MAX(spread, 2 * PANEL * (all[m]->k + 1));
+            spread = MAX(spread, 2 * spread_values(all[m]));
     }
-    if (model->head.format >= FORMAT_MXFP4) spread = MAX(spread, 2 * PANEL * (model->head.k + 1));
+    spread = MAX(spread, 2 * spread_values(&model->head));
     for (int32_t r = 0; r < model->rope_count; r++) rotary += model->ropes[r].dim;
     int64_t keys = 0;
     for (int64_t row = 0; row < step->rows; row++) keys = MAX(keys, step->starts[row] + step->counts[row]);
@@ -233,10 +233,24 @@ static int prepare_rows(const Matrix *w, const bf16 *x, int64_t rows, uint16_t *
     return 1;
 }
 
+/* Pack rows [n, k] of bf16 as bf12.h says: data, all zero before, and tables hold ceil(n / 32) panels, counts [panels]
+ * gets how many escapes each has. escapes has `room`; what comes after is not written. Returns how many there are. */
+EXPORT int64_t tp_pack_bf12(const bf16 *rows, int64_t n, int64_t k, uint16_t *data, uint16_t *tables, int64_t *counts,
+                            Escape *escapes, int64_t room) {
+    int64_t found = 0;
+    for (int64_t panel = 0; panel * PANEL < n; panel++) {
+        const int64_t left = MAX(0, room - found), count = MIN(PANEL, n - panel * PANEL);
+        counts[panel] = pack_panel(rows + panel * PANEL * k, (int)count, k, data + panel * quads_of(k) * QUAD_WORDS,
+                                   tables + panel * EXPONENTS, escapes + MIN(found, room), left);
+        found += counts[panel];
+    }
+    return found;
+}
+
 /* out [rows, n] fp32 = x [rows, k] bf16 times w. 0 if done, 1 if there was no memory. */
 EXPORT int tp_multiply(Context *context, const Matrix *w, const float *bias, const bf16 *x, int64_t rows, float *out) {
     const int64_t stride = w->k + w->k % 2;
-    const int64_t spread = w->format >= FORMAT_MXFP4 ? CEIL_DIV(4 * PANEL * (w->k + 1), TP_PAD) * TP_PAD : TP_PAD;
+    const int64_t spread = CEIL_DIV(2 * spread_values(w) * 2, TP_PAD) * TP_PAD;
     const int64_t spreads = context->pool->threads * spread, values = CEIL_DIV(rows * stride * 2, TP_PAD) * TP_PAD;
     pthread_mutex_lock(&context->one_at_a_time);
     int ok = want(context, B_PRODUCT, spreads + values + rows * 4) && reserve_ops(context->pool, 1);

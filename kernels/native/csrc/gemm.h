@@ -11,22 +11,63 @@
 #include "common.h"
 #include "pool.h"
 
-enum { FORMAT_BF16 = 0, FORMAT_INT8 = 1, FORMAT_MXFP4 = 2, FORMAT_FP8 = 3 };
+enum { FORMAT_BF16 = 0, FORMAT_INT8 = 1, FORMAT_MXFP4 = 2, FORMAT_FP8 = 3, FORMAT_BF12 = 4 };
+
 
 #define PANEL 32
 #define MAX_ROWS 10       /* rows that one inner loop holds in registers; more and the compiler spills */
 #define MAX_INT8_ROWS 8
+#define BF12_AHEAD 4096   /* bytes */
+#define BF12_ROWS MAX_ROWS /* beyond, a panel is spread once and read again for every block of rows */
 #define INT8_BLOCK 1024   /* pairs of k after which int32 sums go to fp32: 2 * 8191 * 127 * 1024 < 2^31 */
 #define INT16_LIMIT 8191  /* activations beside int8 weights are rounded to this many steps */
 #define FP8_BLOCK 128
 #define MXFP4_BLOCK 32
 
-/* data: [panels][k / 2][32][2] of bf16, int8 or fp8 codes, or [panels][k / 2][32] bytes of two mxfp4 codes, low first.
- * scales: int8 float [panels * 32]; fp8 float [panels][ceil(k / 128)][32]; mxfp4 uint8 e8m0 [panels][k / 32][32].
- * Rows are padded with zeros to whole panels, k to a whole pair. */
+/* Said and not left to the compiler, which may contract the loop for one number of rows otherwise than for another. */
+INLINE float multiply_add(float a, float b, float c) {
+#ifdef FP_FAST_FMAF
+    return __builtin_fmaf(a, b, c);
+#else
+    return a * b + c;
+#endif
+}
+
+#if TP_AVX512
+
+/* The sixteen exponents of a panel, twice: of an index of five bits the highest does not count. */
+INLINE __m512i exponents_of(const uint16_t *table) {
+    return _mm512_broadcast_i64x4(_mm256_loadu_si256((const __m256i *)table));
+}
+
+/* The four times 32 weights of bf12.h, as bf16. 0xEA: (kept & mask) | exponent. */
+INLINE void unpack_quad(const void *quad, __m512i exponents, __m512i *parts) {
+    const __m512i mask = _mm512_set1_epi16((short)0x807f), indexes = _mm512_loadu_si512(quad);
+    for (int half = 0; half < 2; half++) {
+        const __m512i kept = _mm512_loadu_si512((const char *)quad + 64 * (half + 1));
+        const __m512i index = half ? _mm512_srli_epi16(indexes, 8) : indexes;
+        const __m512i even = _mm512_permutexvar_epi16(index, exponents);
+        const __m512i odd = _mm512_permutexvar_epi16(_mm512_srli_epi16(index, 4), exponents);
+        parts[2 * half] = _mm512_ternarylogic_epi32(kept, mask, even, 0xEA);
+        parts[2 * half + 1] = _mm512_ternarylogic_epi32(_mm512_shldi_epi16(kept, kept, 8), mask, odd, 0xEA);
+    }
+}
+
+#endif
+
+#include "bf12.h"
+
+/* data: [panels][k / 2][32][2] of bf16, int8 or fp8 codes, or [panels][k / 2][32] bytes of two mxfp4 codes, low first;
+ * bf12 as bf12.h says, [panels][ceil(k / 4)][96] words.
+ * scales: int8 float [panels * 32]; fp8 float [panels][ceil(k / 128)][32]; mxfp4 uint8 e8m0 [panels][k / 32][32]; bf12
+ * uint16 exponents [panels][16].
+ * escapes of bf12: those of panel p are escapes[starts[p]] to escapes[starts[p + 1]].
+ * Rows are padded with zeros to whole panels, k to a whole pair or quad. */
 typedef struct {
     const void *data;
     const void *scales;
+    const Escape *escapes;
+    const int64_t *escape_starts; /* [panels + 1] */
     int64_t n;
     int64_t k;
     int32_t format;
@@ -39,8 +80,18 @@ INLINE int64_t pairs_of(const Matrix *w) { return CEIL_DIV(w->k, 2); }
  * give again. */
 static _Thread_local int64_t bytes_read;
 
-INLINE int64_t panel_bytes(const Matrix *w) {
+INLINE int64_t escape_count(const Matrix *w, int64_t panel) {
+    return w->escape_starts[panel + 1] - w->escape_starts[panel];
+}
+
+INLINE const uint16_t *quads(const Matrix *w, int64_t panel) {
+    return (const uint16_t *)w->data + panel * quads_of(w->k) * QUAD_WORDS;
+}
+
+INLINE int64_t panel_bytes(const Matrix *w, int64_t panel) {
     static const int64_t of_pair[] = {4, 2, 1, 2}; /* by format */
+    if (w->format == FORMAT_BF12)
+        return quads_of(w->k) * QUAD_WORDS * 2 + EXPONENTS * 2 + escape_count(w, panel) * (int64_t)sizeof(Escape);
     return pairs_of(w) * PANEL * of_pair[w->format];
 }
 
@@ -75,6 +126,41 @@ INLINE void inner_bf16(const int mr, int64_t pairs, const void *const *x, const 
     }
 }
 
+/* As inner_bf16 of the panel that is spread, to the bit. */
+INLINE void inner_bf12(const int mr, int64_t pairs, const void *const *x, const void *w, const uint16_t *table,
+                       float *tile) {
+    __m512 sum[MAX_ROWS][2];
+#pragma GCC unroll 10
+    for (int i = 0; i < mr; i++) sum[i][0] = sum[i][1] = _mm512_setzero_ps();
+    const __m512i exponents = exponents_of(table);
+    const char *panel = w;
+    for (int64_t pair = 0; pair < pairs; pair += 2) {
+        __m512i parts[QUAD];
+        unpack_quad(panel, exponents, parts);
+        if (mr <= 4)
+            for (int line = 0; line < 3; line++) _mm_prefetch(panel + BF12_AHEAD + 64 * line, _MM_HINT_T0);
+        panel += QUAD_WORDS * 2;
+#pragma GCC unroll 10
+        for (int i = 0; i < mr; i++) {
+            const __m512bh both = (__m512bh)_mm512_set1_epi32((int32_t)((const two_values *)x[i])[pair]);
+            sum[i][0] = _mm512_dpbf16_ps(sum[i][0], both, (__m512bh)parts[0]);
+            sum[i][1] = _mm512_dpbf16_ps(sum[i][1], both, (__m512bh)parts[1]);
+        }
+        if (pair + 1 == pairs) break; /* x has no more */
+#pragma GCC unroll 10
+        for (int i = 0; i < mr; i++) {
+            const __m512bh both = (__m512bh)_mm512_set1_epi32((int32_t)((const two_values *)x[i])[pair + 1]);
+            sum[i][0] = _mm512_dpbf16_ps(sum[i][0], both, (__m512bh)parts[2]);
+            sum[i][1] = _mm512_dpbf16_ps(sum[i][1], both, (__m512bh)parts[3]);
+        }
+    }
+#pragma GCC unroll 10
+    for (int i = 0; i < mr; i++) {
+        _mm512_storeu_ps(tile + i * PANEL, sum[i][0]);
+        _mm512_storeu_ps(tile + i * PANEL + 16, sum[i][1]);
+    }
+}
+
 INLINE void inner_int8(const int mr, int64_t pairs, const void *const *x, const void *w, float *tile, int64_t ld,
                        int add) {
     __m512i sum[MAX_ROWS][2];
@@ -103,15 +189,6 @@ INLINE void inner_int8(const int mr, int64_t pairs, const void *const *x, const 
 }
 
 #else
-
-/* Said and not left to the compiler, which may contract the loop for one number of rows otherwise than for another. */
-INLINE float multiply_add(float a, float b, float c) {
-#ifdef FP_FAST_FMAF
-    return __builtin_fmaf(a, b, c);
-#else
-    return a * b + c;
-#endif
-}
 
 INLINE void inner_bf16(const int mr, int64_t pairs, const void *const *x, const void *w, float *tile, int64_t ld,
                        int add) {
@@ -173,6 +250,15 @@ static void multiply_int8(int rows, int64_t pairs, const void *const *x, const v
     EACH_COUNT(CALL)
 #undef CALL
 }
+
+#if TP_AVX512
+static void multiply_bf12(int rows, int64_t pairs, const void *const *x, const void *w, const uint16_t *table,
+                          float *tile) {
+#define CALL(count) inner_bf12(count, pairs, x, w, table, tile)
+    EACH_COUNT(CALL)
+#undef CALL
+}
+#endif
 
 /* ---- 4 and 8 bit floating point: a panel is spread to bf16, which holds every code exactly ---------------------- */
 
@@ -251,7 +337,7 @@ typedef struct {
 
 INLINE int64_t row_number(const Rows *x, int64_t row) { return x->index ? x->index[row] : row; }
 
-/* tile [rows][32] = rows [first, first + rows) of x times panel. spread: the panel in bf16 for 4 and 8 bit floats. */
+/* tile [rows][32] = rows [first, first + rows) of x times panel. spread: what `spread_panel` gave. */
 static void multiply_panel(const Matrix *w, int64_t panel, const bf16 *spread, const Rows *x, int64_t first, int rows,
                            float *tile) {
     const void *at[MAX_ROWS];
@@ -271,14 +357,33 @@ static void multiply_panel(const Matrix *w, int64_t panel, const bf16 *spread, c
             const float row_scale = x->scales[row_number(x, first + i)];
             for (int j = 0; j < PANEL; j++) tile[i * PANEL + j] *= scale[j] * row_scale;
         }
+    } else if (w->format == FORMAT_BF12) {
+        if (spread) multiply_bf16(rows, pairs, at, spread, tile, PANEL, 0);
+#if TP_AVX512
+        else multiply_bf12(rows, pairs, at, quads(w, panel), (const uint16_t *)w->scales + panel * EXPONENTS, tile);
+#endif
+        add_escapes(w->escapes + w->escape_starts[panel], escape_count(w, panel), at, rows, tile);
     } else {
         multiply_blocks(w, panel, spread, rows, at, tile, PANEL);
     }
 }
 
-INLINE const bf16 *spread_panel(const Matrix *w, int64_t panel, bf16 *scratch) {
-    if (w->format == FORMAT_FP8) spread_fp8(w, panel, scratch);
-    if (w->format == FORMAT_MXFP4) spread_mxfp4(w, panel, scratch);
+/* Values that the room for a spread panel holds. */
+INLINE int64_t spread_values(const Matrix *w) {
+    return w->format >= FORMAT_MXFP4 ? PANEL * QUAD * quads_of(w->k) : 0;
+}
+
+/* The panel as bf16, NULL if a product of so many rows reads it as it is. */
+INLINE const bf16 *spread_panel(const Matrix *w, int64_t panel, int64_t rows, bf16 *scratch) {
+    if (w->format == FORMAT_FP8) {
+        spread_fp8(w, panel, scratch);
+    } else if (w->format == FORMAT_MXFP4) {
+        spread_mxfp4(w, panel, scratch);
+    } else if (w->format == FORMAT_BF12 && !(TP_AVX512 && rows <= BF12_ROWS)) {
+        spread_quads(quads(w, panel), (const uint16_t *)w->scales + panel * EXPONENTS, w->k, scratch);
+    } else {
+        return NULL;
+    }
     return scratch;
 }
 
@@ -339,9 +444,12 @@ static void product_panel(const Product *p, int64_t panel, bf16 *scratch) {
     float tile[MAX_ROWS * PANEL], up[MAX_ROWS * PANEL], inner[PANEL];
     const int64_t up_panel = panel + panels_of(w) / 2;
     const int64_t most = w->format == FORMAT_INT8 ? MAX_INT8_ROWS : MAX_ROWS;
-    const bf16 *spread = spread_panel(w, panel, scratch), *spread_up = NULL;
-    bytes_read += panel_bytes(w) * (p->out == OUT_GATED ? 2 : 1);
-    if (p->out == OUT_GATED) spread_up = spread_panel(w, up_panel, scratch + pairs_of(w) * PANEL * 2);
+    const bf16 *spread = spread_panel(w, panel, p->rows, scratch), *spread_up = NULL;
+    bytes_read += panel_bytes(w, panel);
+    if (p->out == OUT_GATED) {
+        bytes_read += panel_bytes(w, up_panel);
+        spread_up = spread_panel(w, up_panel, p->rows, scratch + spread_values(w));
+    }
     for (int64_t first = 0; first < p->rows;) {
         /* Blocks of nearly the same size: 32 rows are 4 times 8. */
         const int64_t left = p->rows - first;
@@ -374,7 +482,7 @@ INLINE int64_t product_tasks(const Product *p) {
     return p->out == OUT_GATED ? panels_of(p->w) / 2 : panels_of(p->w);
 }
 
-/* One operation of a job. scratch: 2 * PANEL * (k + 1) bf16 of the thread's own. */
+/* One operation of a job. scratch: 2 * spread_values bf16 of the thread's own. */
 static void product(const Product *p, Hand *hand, bf16 *scratch) {
     EACH_TASK(hand, product_tasks(p), 6, panel, product_panel(p, panel, scratch));
 }

@@ -41,7 +41,7 @@ typedef struct {
 typedef struct {
     int64_t hidden;
     float eps, embedding_scale;
-    const bf16 *embedding; /* [vocab, hidden]; NULL: rows of the head, bf16 or int8 */
+    const bf16 *embedding; /* [vocab, hidden]; NULL: rows of the head, bf16, bf12 or int8 */
     Matrix head;
     const float *final_norm;
     const Layer *layers;
@@ -144,6 +144,16 @@ static void embed(const Context *context, const Step *step, int64_t t) {
         at += id % PANEL * 2;
         for (int64_t i = 0; i < model->hidden; i++)
             out[i] = bf16_to_f32(f32_to_bf16((float)at[i / 2 * PANEL * 2 + i % 2] * scale));
+    } else if (model->head.format == FORMAT_BF12) {
+        const Matrix *head = &model->head;
+        const int64_t panel = id / PANEL;
+        const int output = (int)(id % PANEL);
+        const uint16_t *table = (const uint16_t *)head->scales + panel * EXPONENTS;
+        for (int64_t i = 0; i < model->hidden; i++)
+            out[i] = bf16_to_f32(unpacked(quads(head, panel) + i / QUAD * QUAD_WORDS, table, output, (int)(i % QUAD)));
+        for (int64_t e = head->escape_starts[panel]; e < head->escape_starts[panel + 1]; e++)
+            if (head->escapes[e].at % PANEL == (uint32_t)output)
+                out[head->escapes[e].at / PANEL] = bf16_to_f32((bf16)head->escapes[e].value);
     } else {
         const bf16 *at = (const bf16 *)model->head.data + id / PANEL * pairs_of(&model->head) * PANEL * 2;
         at += id % PANEL * 2;

@@ -1,0 +1,155 @@
+"""bf16 matrices in 12 bits a weight, without loss: the layout and the reason are told in csrc/bf12.h."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kernels.native.memory import WEIGHTS
+
+PANEL = 32
+QUAD = 4
+QUAD_WORDS = 96
+EXPONENTS = 16
+KEPT_BITS = 0x807F - 0x10000  # as int16
+
+MOST_ESCAPES = 1 / 64
+"""Of the weights. An escape takes eight bytes: beyond, plain bf16 is hardly larger, and faster. Trained matrices have
+fewer than one in a thousand."""
+
+_ROOM = 1024
+"""Escapes that a call has room for besides MOST_ESCAPES of its weights."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bf12Panels:
+    """With P panels and Q = ceil(K / 4) quads: data int16 [..., P, Q, 96], tables int16 [..., P, 16], escapes int32
+    [count, 2] of place and value, starts int64 [panels of all + 1] into them."""
+
+    data: Tensor
+    tables: Tensor
+    escapes: Tensor
+    starts: Tensor
+
+
+class Bf12Packing:
+    """A plain matrix [..., N, K] whose panels are written as their rows come. Owner: the thread that fills it."""
+
+    def __init__(self, lib: ctypes.CDLL, shape: Sequence[int]) -> None:
+        *leading, self._rows, self._columns = shape
+        self._lib = lib
+        self._panels = -(-self._rows // PANEL)
+        count = math.prod(leading) * self._panels
+        size = (*leading, self._panels, -(-self._columns // QUAD), QUAD_WORDS)
+        self._data = WEIGHTS.empty(2 * math.prod(size)).view(torch.int16).view(size)
+        self._tables = WEIGHTS.empty(2 * count * EXPONENTS).view(torch.int16).view(*leading, self._panels, EXPONENTS)
+        self._counts = torch.zeros(count, dtype=torch.int64)
+        self._escapes: dict[int, Tensor] = {}  # by the first panel of those that were packed in one call
+        self._parts: dict[int, tuple[Tensor, int]] = {}  # panels of which some rows are missing, and how many are there
+
+    def put(self, start: int, rows: Tensor, expert: int | None = None) -> None:
+        """rows [n, K] bf16; of all experts [E, n, K] where `expert` is None and the matrix has experts."""
+        if rows.dim() == 3:
+            for index, of_one in enumerate(rows):
+                self.put(start, of_one, index)
+            return
+        done, count, first_panel = 0, rows.shape[0], (expert or 0) * self._panels
+        while done < count:
+            panel, lane = divmod(start + done, PANEL)
+            lanes = min(PANEL, self._rows - panel * PANEL)
+            if lane or count - done < lanes:
+                taken = min(lanes - lane, count - done)
+                self._put_part(first_panel, panel, lane, rows[done : done + taken])
+            else:
+                whole = (count - done) // PANEL
+                taken = max(lanes, whole * PANEL)
+                self._pack(first_panel, panel, rows[done : done + taken])
+            done += taken
+
+    def done(self) -> Bf12Panels:
+        assert not self._parts, "rows are missing"
+        escapes = [self._escapes[first] for first in sorted(self._escapes)]
+        starts = torch.zeros(len(self._counts) + 1, dtype=torch.int64)
+        torch.cumsum(self._counts, 0, out=starts[1:])
+        return Bf12Panels(
+            data=self._data,
+            tables=self._tables,
+            escapes=torch.cat(escapes) if escapes else torch.empty(0, 2, dtype=torch.int32),
+            starts=starts,
+        )
+
+    def _put_part(self, first_panel: int, panel: int, lane: int, rows: Tensor) -> None:
+        lanes = min(PANEL, self._rows - panel * PANEL)
+        key = first_panel + panel
+        held, there = self._parts.get(key) or (torch.empty(lanes, self._columns, dtype=torch.bfloat16), 0)
+        held[lane : lane + rows.shape[0]] = rows
+        self._parts[key] = held, there + rows.shape[0]
+        if there + rows.shape[0] == lanes:
+            del self._parts[key]
+            self._pack(first_panel, panel, held)
+
+    def _pack(self, first_panel: int, panel: int, rows: Tensor) -> None:
+        first = first_panel + panel
+        panels = slice(first, first + -(-rows.shape[0] // PANEL))
+        escapes = pack_rows(
+            self._lib,
+            rows,
+            self._data.view(-1, *self._data.shape[-2:])[panels],
+            self._tables.view(-1, EXPONENTS)[panels],
+            self._counts[panels],
+        )
+        if len(escapes):
+            self._escapes[first] = escapes
+
+
+def pack_rows(lib: ctypes.CDLL, rows: Tensor, data: Tensor, tables: Tensor, counts: Tensor) -> Tensor:
+    """Packs rows [n, K] bf16 into zeroed panels [ceil(n / 32), Q, 96]; counts gets the escapes of each. Returns them."""
+    assert rows.dtype is torch.bfloat16 and all(t.is_contiguous() for t in (data, tables, counts))
+    rows = rows.contiguous()
+    n, k = rows.shape
+    room = int(n * k * MOST_ESCAPES) + _ROOM
+    while True:
+        escapes = torch.empty(room, 2, dtype=torch.int32)
+        found = lib.tp_pack_bf12(
+            *(rows.data_ptr(), n, k, data.data_ptr(), tables.data_ptr(), counts.data_ptr(), escapes.data_ptr(), room)
+        )
+        if found <= room:
+            return escapes[:found].clone()
+        data.zero_()
+        room = found
+
+
+def is_worth_it(lib: ctypes.CDLL, rows: Tensor) -> bool:
+    """Whether a matrix whose first rows [n, K] these are has few enough escapes."""
+    some = rows[:PANEL]
+    data = torch.zeros(1, -(-some.shape[1] // QUAD), QUAD_WORDS, dtype=torch.int16)
+    tables, counts = torch.zeros(1, EXPONENTS, dtype=torch.int16), torch.zeros(1, dtype=torch.int64)
+    return len(pack_rows(lib, some, data, tables, counts)) <= some.numel() * MOST_ESCAPES
+
+
+def unpack(panels: Bf12Panels) -> Tensor:
+    """[..., P * 32, Q * 4] bf16."""
+    *leading, count, quads, _ = panels.data.shape
+    words = panels.data.reshape(-1, quads, 3, PANEL)
+    indexes, tables = words[:, :, 0], panels.tables.reshape(-1, 1, EXPONENTS).expand(-1, quads, -1)
+    parts = []
+    for part in range(QUAD):
+        kept = words[:, :, 1 + part // 2]
+        if part % 2:
+            kept = (kept << 8) | ((kept >> 8) & 255)
+        exponents = tables.gather(2, ((indexes >> 4 * part) & 15).long())
+        parts.append((kept & KEPT_BITS) | exponents)
+    # [panels, quads, pair of the quad, half of the outputs, 16 outputs, 2 inputs]
+    values = torch.stack(parts, 2).view(-1, quads, 2, 2, 16, 2)
+    whole = values.permute(0, 3, 4, 1, 2, 5).reshape(-1, PANEL, quads * QUAD)
+    if len(panels.escapes):
+        counts = panels.starts.diff()
+        panel = torch.arange(len(counts)).repeat_interleave(counts)
+        at, value = panels.escapes[:, 0].long(), panels.escapes[:, 1].to(torch.int16)
+        whole[panel, at % PANEL, at // PANEL] = value
+    return whole.view(torch.bfloat16).view(*leading, count * PANEL, quads * QUAD)
