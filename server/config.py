@@ -197,6 +197,10 @@ def choice(*options: str) -> Kind:
     return Kind(metavar="{" + ",".join(options) + "}", parse=str.lower, check=check)
 
 
+MOST_THREADS = 256
+"""What the pool of the native kernels holds: MAX_THREADS of kernels/native/csrc/pool.h."""
+
+
 def check_text(value: str | None) -> None:
     if value == "":
         raise ValueError("is empty")
@@ -428,7 +432,12 @@ GROUPS: Mapping[str, tuple[Flag, ...]] = {
             "on a CPU: native is C, compiled for this processor at first start (needs gcc); torch needs nothing; auto "
             "is native where it can be compiled",
         ),
-        flag("--threads", "threads", count("N", least=1, optional=("auto",)), "CPU threads for the model"),
+        flag(
+            "--threads",
+            "threads",
+            count("N", least=1, most=MOST_THREADS, optional=("auto",)),
+            f"CPU threads for the model, at most {MOST_THREADS}; by default what torch takes",
+        ),
     ),
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,6 +18,8 @@ from kernels.native.packed import PackedMatrix, PanelPacking, pack
 from kernels.native.stack import Context
 from kernels.quantized import Matrix
 from kernels.reference import ReferenceKernels
+
+log = logging.getLogger("twinpane.kernels")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +57,10 @@ class NativeKernels(ReferenceKernels):
             lib = library.load(path)
         except (OSError, AttributeError) as error:
             raise BuildError(f"cannot load {path}: {error}") from error
-        self.context = Context(lib, threads or torch.get_num_threads() or os.cpu_count() or 1)
+        wanted = threads or torch.get_num_threads() or os.cpu_count() or 1
+        self.context = Context(lib, wanted)
+        if self.context.threads < wanted:
+            log.warning("event=fewer_threads wanted=%d made=%d", wanted, self.context.threads)
         self.int8 = int8
         self.bf12 = bool(lib.tp_has_avx512()) if bf12 is None else bf12
 

@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from server.config import BRANCHES, FLAGS, ModelConfig, SchedulerConfig, ServeConfig, help_text, read_config
+from server.config import (
+    BRANCHES,
+    FLAGS,
+    MOST_THREADS,
+    ModelConfig,
+    SchedulerConfig,
+    ServeConfig,
+    help_text,
+    read_config,
+)
 from server.errors import StartupError
 
 # first name of the flag -> (text, value it must give, text that must be refused or None if any text is right)
@@ -45,7 +56,7 @@ CASES: dict[str, tuple[str, Any, str | None]] = {
     "--log-level": ("debug", "debug", "loud"),
     "--device": ("cpu", "cpu", "tpu"),
     "--kernels": ("torch", "torch", "cuda"),
-    "--threads": ("3", 3, "0"),
+    "--threads": ("256", 256, "257"),
 }
 
 
@@ -109,6 +120,19 @@ def test_a_branch_built_by_hand_is_checked_too() -> None:
         SchedulerConfig(max_sequences=0)
     with pytest.raises(StartupError, match=r"^--dtype: 'int4' is not one of"):
         ModelConfig(dtype="int4")
+
+
+def test_more_threads_than_the_kernels_pool_holds_are_refused() -> None:
+    header = Path(__file__).parents[2] / "kernels" / "native" / "csrc" / "pool.h"
+    (most,) = re.findall(r"^#define MAX_THREADS (\d+)$", header.read_text(encoding="utf-8"), re.MULTILINE)
+    assert int(most) == MOST_THREADS
+    with pytest.raises(StartupError, match=r"^--threads: 1000 is not between 1 and 256$"):
+        read_config(["--threads", "1000"], {})
+    with pytest.raises(StartupError, match=r"^--threads: 0 is not between"):
+        read_config(["--threads", "0"], {})
+    with pytest.raises(StartupError, match=r"^--threads: 257 is not between"):
+        ServeConfig(threads=257)
+    assert read_config(["--threads", "auto"], {}).threads is None
 
 
 def test_the_model_is_the_first_argument_or_a_flag() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import random
 import signal
@@ -20,6 +21,7 @@ import torch
 from kernels.interface import StepRows
 from kernels.native.kernels import NativeKernels
 from kernels.native.packed import pack
+from server.config import MOST_THREADS
 from tests.native.conftest import MakeKernels
 from tests.native.models import SPECS, VOCAB, llama, native_sequences, random_weights
 
@@ -194,6 +196,15 @@ def test_a_forked_child_computes_alone_and_ends(library_path: Path) -> None:
 
     in_child(work)
     assert torch.equal(kernels.context.multiply(x, packed), product)
+
+
+def test_threads_that_were_not_made_are_said_in_the_log(library_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A machine may have more processors than the pool holds. The command line refuses to ask for more than that."""
+    with caplog.at_level(logging.WARNING, "twinpane.kernels"):
+        assert fresh(library_path, 2).context.threads == 2
+        assert caplog.messages == []
+        assert fresh(library_path, MOST_THREADS + 1).context.threads == MOST_THREADS
+    assert caplog.messages == [f"event=fewer_threads wanted={MOST_THREADS + 1} made={MOST_THREADS}"]
 
 
 WITH_LITTLE_MEMORY = """
