@@ -401,4 +401,4 @@ def _backend(config: ServeConfig, spec: ModelSpec, device: torch.device) -> tupl
 
 def _native(config: ServeConfig, int8: bool) -> NativeKernels:
     folder = Path(config.model.cache_folder).expanduser() / "kernels"
-    return NativeKernels(folder, config.threads, int8=int8)
+    return NativeKernels(folder, config.threads, int8=int8, compiler=config.c_compiler)

@@ -89,8 +89,8 @@ class HttpConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeConfig:
-    """The tree. device is "cpu", "cuda" or "auto"; kernels "auto", "native" or "torch"; threads None leaves torch's own
-    choice."""
+    """The tree. device is "cpu", "cuda" or "auto"; kernels "auto", "native" or "torch"; c_compiler None is gcc or cc;
+    threads None leaves torch's own choice."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)
@@ -98,6 +98,7 @@ class ServeConfig:
     http: HttpConfig = field(default_factory=HttpConfig)
     device: str = "auto"
     kernels: str = "auto"
+    c_compiler: str | None = None
     threads: int | None = None
 
     def __post_init__(self) -> None:
@@ -433,6 +434,13 @@ GROUPS: Mapping[str, tuple[Flag, ...]] = {
             "is native where it can be compiled",
         ),
         flag(
+            "--c-compiler",
+            "c_compiler",
+            string("COMMAND"),
+            'what compiles the native kernels, its arguments included (clang, "ccache gcc"); by default what the '
+            "variable CC says, then gcc, then cc",
+        ),
+        flag(
             "--threads",
             "threads",
             count("N", least=1, most=MOST_THREADS, optional=("auto",)),
@@ -474,6 +482,8 @@ def read_config(argv: Sequence[str], env: Mapping[str, str]) -> ServeConfig:
     chosen: dict[str, dict[str, Any]] = {branch: {} for branch in BRANCHES}
     if cache_root := env.get("XDG_CACHE_HOME"):
         chosen["model"]["cache_folder"] = f"{cache_root}/twinpane"
+    if compiler := env.get("CC", "").strip():
+        chosen[""]["c_compiler"] = compiler
     for each, origin, value in [*read_environment(env), *read_command_line(argv)]:
         try:
             parsed = each.kind.parse(value)
@@ -565,7 +575,9 @@ def help_text(width: int = 100) -> str:
         lines.append("")
     lines += textwrap.wrap(
         "Default values stand in brackets. `_` and `-` are the same in a flag's name. Every flag is also read from "
-        "TWINPANE_ and its first name in capitals (TWINPANE_MAX_MODEL_LEN). Sizes take k, m, g (thousands) and K, M, G "
+        "TWINPANE_ and its first name in capitals (TWINPANE_MAX_MODEL_LEN). Other variables that are read: CC, "
+        "XDG_CACHE_HOME (in place of ~/.cache), OMP_WAIT_POLICY, and HF_HOME, HF_TOKEN and HF_HUB_OFFLINE of the hub. "
+        "Sizes take k, m, g (thousands) and K, M, G "
         "(powers of two). Exit codes: 0 clean, 1 the engine failed, 2 something to change before it can start.",
         width,
     )

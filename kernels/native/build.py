@@ -37,21 +37,21 @@ class BuildError(Exception):
     """The sources could not be compiled; the message says why in one line."""
 
 
-def build(cache: Path, defines: Sequence[str] = ()) -> Path:
+def build(cache: Path, defines: Sequence[str] = (), compiler: str | None = None) -> Path:
     """The path of the compiled library under `cache`, compiled now if it is not there whole. Torch-free.
 
-    The environment's CC may have arguments ("ccache gcc"). Two processes that compile at once do no harm: each writes a
-    file of its own and renames it. Raises BuildError.
+    compiler: a command, which may have arguments ("ccache gcc"); None is gcc, or cc where there is none. Two processes
+    that compile at once do no harm: each writes a file of its own and renames it. Raises BuildError.
     """
-    compiler = _compiler()
-    target = cache / f"kernels-{_key(compiler, defines)}.so"
+    command = _command(compiler)
+    target = cache / f"kernels-{_key(command, defines)}.so"
     try:
         if _is_whole(target):
             return target
         cache.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=cache, prefix=".build-") as folder:
             output = Path(folder) / target.name
-            _compile(compiler, defines, output)
+            _compile(command, defines, output)
             code = output.read_bytes()
             with output.open("ab") as file:
                 file.write(hashlib.sha256(code).digest())
@@ -62,16 +62,15 @@ def build(cache: Path, defines: Sequence[str] = ()) -> Path:
     return target
 
 
-def _compiler() -> list[str]:
-    """The command to which arguments are added."""
-    wanted = os.environ.get("CC", "").strip()
+def _command(wanted: str | None) -> list[str]:
+    """The words to which arguments are added."""
     try:
-        command = shlex.split(wanted) or ["gcc" if shutil.which("gcc") else "cc"]
+        command = shlex.split(wanted or "") or ["gcc" if shutil.which("gcc") else "cc"]
     except ValueError as error:
-        raise BuildError(f"CC={wanted}: {error}") from error
+        raise BuildError(f"the C compiler {wanted!r}: {error}") from error
     if shutil.which(command[0]) is None:
-        asked = f"CC={wanted} is not there" if wanted else "no C compiler"
-        raise BuildError(f"{asked}: install gcc, or set CC")
+        asked = f"the C compiler {wanted!r} is not there" if wanted else "no C compiler"
+        raise BuildError(f"{asked}: install gcc, or name another with --c-compiler or CC")
     return command
 
 

@@ -50,9 +50,14 @@ class NativeKernels(ReferenceKernels):
         int8: bool = False,
         bf12: bool | None = None,
         defines: Sequence[str] = (),
+        compiler: str | None = None,
     ) -> None:
-        """Raises `kernels.native.build.BuildError` if the library cannot be made or loaded."""
-        path = build(cache, defines)
+        """compiler: see `kernels.native.build.build`.
+
+        Raises `kernels.native.build.BuildError` if the library cannot be made or loaded, MemoryError if its threads
+        cannot.
+        """
+        path = build(cache, defines, compiler)
         try:
             lib = library.load(path)
         except (OSError, AttributeError) as error:

@@ -35,6 +35,9 @@ MAY_IMPORT: dict[str, set[str]] = {
 }
 """Room -> rooms whose modules it may import; its own are always allowed. server.assemble may import everything."""
 
+READS_THE_ENVIRONMENT = {"server.__main__", "server.healthcheck"}
+"""They pass it on: the configuration is made of it, in `server.config`, and no other module looks at it."""
+
 WITHOUT_TORCH = ("server.api", "server.engine", "server.scheduler", "server.cache", "server.text", "server.metrics")
 
 
@@ -64,6 +67,14 @@ def ours_imported_by(path: Path) -> Iterator[str]:
 
 
 MODULES = dict(modules())
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_the_environment_is_read_in_one_place(module: str) -> None:
+    tree = ast.parse(MODULES[module].read_text(encoding="utf-8"))
+    names = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    names |= {alias.name for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) for alias in node.names}
+    assert not names & {"environ", "environb", "getenv"} or module in READS_THE_ENVIRONMENT
 
 
 @pytest.mark.parametrize("module", [m for m in MODULES if m not in ("server", "server.assemble")])

@@ -56,6 +56,7 @@ CASES: dict[str, tuple[str, Any, str | None]] = {
     "--log-level": ("debug", "debug", "loud"),
     "--device": ("cpu", "cpu", "tpu"),
     "--kernels": ("torch", "torch", "cuda"),
+    "--c-compiler": ("ccache gcc", "ccache gcc", ""),
     "--threads": ("256", 256, "257"),
 }
 
@@ -201,6 +202,20 @@ def test_what_kubernetes_sets_for_a_service_called_twinpane() -> None:
 def test_the_cache_folder_follows_xdg_unless_told() -> None:
     assert read_config([], {"XDG_CACHE_HOME": "/x"}).model.cache_folder == "/x/twinpane"
     assert read_config(["--cache-dir", "/y"], {"XDG_CACHE_HOME": "/x"}).model.cache_folder == "/y"
+
+
+def test_the_compiler_is_the_one_that_cc_names_unless_told() -> None:
+    assert read_config([], {}).c_compiler is None
+    assert read_config([], {"CC": " "}).c_compiler is None
+    assert read_config([], {"CC": "ccache clang"}).c_compiler == "ccache clang"
+    assert read_config([], {"CC": "clang", "TWINPANE_C_COMPILER": "gcc-13"}).c_compiler == "gcc-13"
+    assert read_config(["--c-compiler", "tcc"], {"CC": "clang"}).c_compiler == "tcc"
+
+
+def test_variables_of_others_that_are_read_are_named_in_help() -> None:
+    text = help_text()
+    for name in ("CC", "XDG_CACHE_HOME", "OMP_WAIT_POLICY", "HF_HOME", "HF_TOKEN", "HF_HUB_OFFLINE"):
+        assert re.search(rf"\b{name}\b", text), name
 
 
 def test_help_names_every_flag_every_default_and_stays_narrow() -> None:

@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -127,6 +128,12 @@ def test_the_dtype_is_the_checkpoints_own_where_the_processor_can(
         assert model.dtype == dtype
         assert model.memory.dtype == str(dtype).removeprefix("torch.")
     assert describe(folder, dtype="float16").dtype == torch.float16
+
+
+def test_the_compiler_of_the_configuration_makes_the_native_kernels(folder: Path) -> None:
+    config = replace(config_of(folder, dtype="bfloat16"), kernels="native", c_compiler="no-such-compiler -O2")
+    with pytest.raises(StartupError, match=r"^--kernels native: the C compiler 'no-such-compiler -O2' is not there"):
+        assemble.describe(config, resolve(str(folder), cache_folder="/nonexistent"))
 
 
 @pytest.mark.parametrize("name", ["config.json", "tokenizer_config.json", "generation_config.json"])

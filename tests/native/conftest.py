@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -20,7 +21,8 @@ MakeKernels = Callable[..., NativeKernels]
 def library_path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     portable = request.param == "portable"
     try:
-        path = build(tmp_path_factory.mktemp("kernels"), ("TP_PORTABLE",) if portable else ())
+        defines = ("TP_PORTABLE",) if portable else ()
+        path = build(tmp_path_factory.mktemp("kernels"), defines, os.environ.get("CC"))
         assert not portable or library.load(path).tp_has_avx512() == 0
         return path
     except BuildError as error:

@@ -17,14 +17,14 @@ from kernels.native import library
 from kernels.native.build import BuildError, build
 from kernels.native.kernels import NativeKernels
 
-FakeCompiler = Callable[..., Path]
+FakeCompiler = Callable[..., str]
 
 
 @pytest.fixture
-def fake_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeCompiler:
-    """A compiler of a few lines of shell becomes CC: it copies a library, or does what `body` says."""
+def fake_compiler(tmp_path: Path) -> FakeCompiler:
+    """Makes a compiler of a few lines of shell: it copies a library, or does what `body` says."""
 
-    def make(body: str = 'printf library > "$out"', version: str = "fake 1.0") -> Path:
+    def make(body: str = 'printf library > "$out"', version: str = "fake 1.0") -> str:
         script = tmp_path / "fakecc"
         script.write_text(
             "#!/bin/sh\n"
@@ -34,8 +34,7 @@ def fake_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeCompil
             f"{body}\n"
         )
         script.chmod(0o755)
-        monkeypatch.setenv("CC", str(script))
-        return script
+        return str(script)
 
     return make
 
@@ -46,9 +45,9 @@ def calls(tmp_path: Path) -> list[str]:
 
 
 def test_a_second_start_compiles_nothing(tmp_path: Path, fake_compiler: FakeCompiler) -> None:
-    fake_compiler()
-    first = build(tmp_path / "cache")
-    assert build(tmp_path / "cache") == first
+    compiler = fake_compiler()
+    first = build(tmp_path / "cache", (), compiler)
+    assert build(tmp_path / "cache", (), compiler) == first
     assert len(calls(tmp_path)) == 1
     assert [path.name for path in (tmp_path / "cache").iterdir()] == [first.name]
 
@@ -57,22 +56,22 @@ def test_another_define_compiler_processor_or_source_makes_another_file(
     tmp_path: Path, fake_compiler: FakeCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cache = tmp_path / "cache"
-    script = fake_compiler()
-    made = [build(cache), build(cache, ("TP_PORTABLE",))]
+    compiler = fake_compiler()
+    made = [build(cache, (), compiler), build(cache, ("TP_PORTABLE",), compiler)]
     assert "-DTP_PORTABLE" in calls(tmp_path)[1]
     fake_compiler(version="fake 2.0")
-    made.append(build(cache))
-    monkeypatch.setenv("CC", f"{script} -m32")
-    made.append(build(cache))
+    made.append(build(cache, (), compiler))
+    compiler += " -m32"
+    made.append(build(cache, (), compiler))
     assert calls(tmp_path)[3].startswith("-m32 ")
     monkeypatch.setattr(building, "_processor", lambda: "flags : another")
-    made.append(build(cache))
+    made.append(build(cache, (), compiler))
     sources = tmp_path / "csrc"
     shutil.copytree(building.SOURCES, sources)
     monkeypatch.setattr(building, "SOURCES", sources)
-    assert build(cache) == made[-1]
+    assert build(cache, (), compiler) == made[-1]
     (sources / "gemm.h").write_text((sources / "gemm.h").read_text() + "\n")
-    made.append(build(cache))
+    made.append(build(cache, (), compiler))
     assert len(set(made)) == len(made)
 
 
@@ -81,26 +80,40 @@ def test_a_damaged_file_in_the_cache_is_compiled_anew(
     tmp_path: Path, fake_compiler: FakeCompiler, damage: bytes | None
 ) -> None:
     """Empty, another file, or cut short as a full disk or a power cut leaves it: to load that would be a crash."""
-    fake_compiler()
-    target = build(tmp_path / "cache")
+    compiler = fake_compiler()
+    target = build(tmp_path / "cache", (), compiler)
     whole = target.read_bytes()
     target.write_bytes(whole[:-1] if damage is None else damage)
-    assert build(tmp_path / "cache") == target
+    assert build(tmp_path / "cache", (), compiler) == target
     assert target.read_bytes() == whole
     assert len(calls(tmp_path)) == 2
 
 
 def test_no_compiler_is_said_with_what_helps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("CC", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(BuildError, match="no C compiler: install gcc, or set CC"):
+    with pytest.raises(BuildError, match="no C compiler: install gcc, or name another with --c-compiler or CC"):
         build(tmp_path)
-    monkeypatch.setenv("CC", "no-such-compiler -O2")
-    with pytest.raises(BuildError, match="CC=no-such-compiler -O2 is not there: install gcc"):
-        build(tmp_path)
-    monkeypatch.setenv("CC", 'gcc "')
+    with pytest.raises(BuildError, match="the C compiler 'no-such-compiler -O2' is not there: install gcc"):
+        build(tmp_path, (), "no-such-compiler -O2")
     with pytest.raises(BuildError, match="No closing quotation"):
-        build(tmp_path)
+        build(tmp_path, (), 'gcc "')
+
+
+def test_what_the_environment_says_comes_through_the_configuration_only(
+    tmp_path: Path, fake_compiler: FakeCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CC", "no-such-compiler")
+    assert build(tmp_path / "cache", (), fake_compiler()).is_file()
+
+
+def test_cc_is_taken_where_there_is_no_gcc(
+    tmp_path: Path, fake_compiler: FakeCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder := tmp_path / "path").mkdir()
+    Path(fake_compiler()).rename(folder / "cc")
+    monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
+    monkeypatch.setattr(building.shutil, "which", lambda name: str(folder / "cc") if name == "cc" else None)
+    assert build(tmp_path / "cache").is_file()
 
 
 @pytest.mark.parametrize(
@@ -117,9 +130,9 @@ def test_no_compiler_is_said_with_what_helps(tmp_path: Path, monkeypatch: pytest
 def test_a_compiler_that_fails_is_reported_in_one_line_and_leaves_nothing(
     tmp_path: Path, fake_compiler: FakeCompiler, body: str, said: str
 ) -> None:
-    fake_compiler(body)
+    compiler = fake_compiler(body)
     with pytest.raises(BuildError) as raised:
-        build(tmp_path / "cache")
+        build(tmp_path / "cache", (), compiler)
     assert said in str(raised.value)
     assert "\n" not in str(raised.value)
     assert list((tmp_path / "cache").iterdir()) == []
@@ -128,29 +141,28 @@ def test_a_compiler_that_fails_is_reported_in_one_line_and_leaves_nothing(
 def test_a_compiler_that_never_ends_is_not_waited_for_for_ever(
     tmp_path: Path, fake_compiler: FakeCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fake_compiler("exec sleep 60")
+    compiler = fake_compiler("exec sleep 60")
     monkeypatch.setattr(building, "TIMEOUT_S", 0.2)
     with pytest.raises(BuildError, match="timed out"):
-        build(tmp_path / "cache")
+        build(tmp_path / "cache", (), compiler)
 
 
 def test_a_cache_that_cannot_be_written_is_reported(tmp_path: Path, fake_compiler: FakeCompiler) -> None:
-    fake_compiler()
+    compiler = fake_compiler()
     (tmp_path / "file").write_text("")
     with pytest.raises(BuildError, match="cannot compile into"):
-        build(tmp_path / "file")
+        build(tmp_path / "file", (), compiler)
     with pytest.raises(BuildError, match="cannot compile into"):
-        build(tmp_path / "file" / "below")
+        build(tmp_path / "file" / "below", (), compiler)
     if os.geteuid() != 0:  # who may do anything is never refused
         (tmp_path / "closed").mkdir(mode=0o500)
         with pytest.raises(BuildError, match="cannot compile into"):
-            build(tmp_path / "closed")
+            build(tmp_path / "closed", (), compiler)
 
 
 def test_what_compiles_and_is_no_library_of_ours_is_a_build_error(tmp_path: Path, fake_compiler: FakeCompiler) -> None:
-    fake_compiler()
     with pytest.raises(BuildError, match="cannot load"):
-        NativeKernels(tmp_path / "cache")
+        NativeKernels(tmp_path / "cache", compiler=fake_compiler())
 
 
 def test_two_processes_that_compile_at_once_both_get_the_library(tmp_path: Path) -> None:
@@ -178,8 +190,8 @@ def test_the_structs_of_python_and_c_have_the_same_sizes(library_path: Path) -> 
 def test_compiling_is_logged_once(
     tmp_path: Path, fake_compiler: FakeCompiler, caplog: pytest.LogCaptureFixture
 ) -> None:
-    fake_compiler()
+    compiler = fake_compiler()
     with caplog.at_level(logging.INFO, "twinpane.kernels"):
-        build(tmp_path / "cache")
-        build(tmp_path / "cache")
+        build(tmp_path / "cache", (), compiler)
+        build(tmp_path / "cache", (), compiler)
     assert len(caplog.records) == 1
