@@ -382,8 +382,8 @@ def _backend(config: ServeConfig, spec: ModelSpec, device: torch.device) -> tupl
         try:
             check_native(spec)
             native = _native(config, int8)
-        except (BuildError, StartupError) as error:
-            refusal = str(error)
+        except (BuildError, StartupError, MemoryError) as error:
+            refusal = str(error) or "no memory to make them"
             if config.kernels == "auto" and not int8:
                 log.warning("event=native_kernels_missing reason=%r fallback=torch", refusal)
     if native is not None:

@@ -136,6 +136,26 @@ def test_the_compiler_of_the_configuration_makes_the_native_kernels(folder: Path
         assemble.describe(config, resolve(str(folder), cache_folder="/nonexistent"))
 
 
+@pytest.mark.parametrize("said", ["no memory for the threads of the C kernels", ""])
+def test_native_kernels_that_get_no_memory_are_refused_or_replaced(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, said: str
+) -> None:
+    def no_memory(*_: object, **__: object) -> None:
+        raise MemoryError(said)
+
+    monkeypatch.setattr(assemble, "NativeKernels", type("NativeKernels", (), {"__init__": no_memory}))
+    source, config = resolve(str(folder), cache_folder="/nonexistent"), config_of(folder, dtype="bfloat16")
+    said = said or "no memory to make them"
+    with pytest.raises(StartupError, match=f"^--kernels native: {said}$"):
+        assemble.describe(replace(config, kernels="native"), source)
+    int8 = replace(config, model=replace(config.model, quantization="int8"))
+    with pytest.raises(StartupError, match=f"^--quantization int8 needs the native kernels: {said}$"):
+        assemble.describe(int8, source)
+    assert caplog.messages == []
+    assert not isinstance(assemble.describe(config, source).kernels, assemble.NativeKernels)
+    assert caplog.messages == [f"event=native_kernels_missing reason={said!r} fallback=torch"]
+
+
 @pytest.mark.parametrize("name", ["config.json", "tokenizer_config.json", "generation_config.json"])
 def test_a_broken_file_of_the_folder_is_one_line_that_names_it(folder: Path, name: str) -> None:
     for content in ("{", "[]" if name != "tokenizer_config.json" else "{"):
