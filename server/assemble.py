@@ -187,6 +187,7 @@ def describe(config: ServeConfig, source: ModelSource) -> Model:
         panels=isinstance(kernels, NativeKernels),
         int8=wanted.quantization == "int8",
         gathers=not isinstance(kernels, NativeKernels),
+        native_threads=kernels.context.threads if isinstance(kernels, NativeKernels) else None,
         checkpoint=checkpoint,
     )
     return Model(

@@ -13,6 +13,7 @@ from server.config import CacheConfig, KVLayout, SchedulerConfig
 from server.errors import StartupError
 from server.model.checkpoint import Checkpoint
 from server.model.kv_layout import choose_slab_bytes, page_byte_sizes
+from server.model.native_work_space import native_step_bytes
 from server.model.spec import DenseSpec, ModelSpec
 from server.model.weights import weight_bytes
 from server.step import PageKind
@@ -96,10 +97,12 @@ def plan_memory(
     panels: bool = False,
     int8: bool = False,
     gathers: bool = True,
+    native_threads: int | None = None,
     checkpoint: Checkpoint | None = None,
 ) -> MemoryPlan:
     """Divide `available` bytes. packed, panels, int8: how the backend keeps matrices, see `weight_bytes`. gathers:
-    whether it copies keys and values out of their pages to attend to them.
+    whether it copies keys and values out of their pages to attend to them. native_threads: of the C kernels, where they
+    run the steps.
 
     Raises StartupError with the numbers and the flag that helps if it is too little.
     """
@@ -107,7 +110,13 @@ def plan_memory(
     full_page, window_page = page_byte_sizes(spec, cache.page_tokens, dtype)
     slab = choose_slab_bytes(full_page, window_page)
     weights = weight_bytes(spec, dtype, packed=packed, panels=panels, int8=int8, checkpoint=checkpoint)
-    fixed = _step_bytes(spec, scheduler) + _table_bytes(context, cache, scheduler)
+    if native_threads is None:
+        step = _step_bytes(spec, scheduler)
+    else:
+        tokens = scheduler.step_token_budget
+        rows = min(scheduler.max_sequences, tokens)
+        step = native_step_bytes(spec, tokens=tokens, rows=rows, context_tokens=context, threads=native_threads)
+    fixed = step + _logit_bytes(spec, scheduler) + _table_bytes(context, cache, scheduler)
     gathered = _gather_share(spec, dtype) if gathers else 0.0
 
     def layout(slabs: int) -> KVLayout:
@@ -189,7 +198,7 @@ def _sequences(layout: KVLayout, tokens: int, chunk_tokens: int, most: int) -> i
 
 
 def _step_bytes(spec: ModelSpec, scheduler: SchedulerConfig) -> int:
-    """An upper estimate of a step's activations and of the fp32 logits with the copies that sampling makes."""
+    """An upper estimate of a step's activations."""
     tokens = scheduler.step_token_budget
     inner = 0
     for layer in spec.layers:
@@ -198,8 +207,12 @@ def _step_bytes(spec: ModelSpec, scheduler: SchedulerConfig) -> int:
         # Each chosen expert of a token has a row that goes in and one that comes out.
         of_mlp = 3 * mlp.width if isinstance(mlp, DenseSpec) else mlp.active * (3 * mlp.width + 2 * spec.hidden)
         inner = max(inner, of_mlp, 2 * heads)
-    logits = min(scheduler.max_sequences, tokens) * spec.vocab * 4 * 4
-    return tokens * (inner + 6 * spec.hidden) * 4 + logits
+    return tokens * (inner + 6 * spec.hidden) * 4
+
+
+def _logit_bytes(spec: ModelSpec, scheduler: SchedulerConfig) -> int:
+    """An upper estimate of the fp32 logits with the copies that sampling makes."""
+    return min(scheduler.max_sequences, scheduler.step_token_budget) * spec.vocab * 4 * 4
 
 
 def _table_bytes(context_tokens: int, cache: CacheConfig, scheduler: SchedulerConfig) -> int:

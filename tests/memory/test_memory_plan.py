@@ -12,6 +12,7 @@ from server.config import CacheConfig, SchedulerConfig
 from server.errors import StartupError
 from server.memory_plan import MAX_CPU_KV_BYTES, MemoryPlan, available_bytes, plan_memory
 from server.model.families import spec_from_config
+from server.model.native_work_space import PARTIAL_BYTES, native_step_bytes
 from server.model.spec import ModelSpec
 from tests.model.checkpoints import PRO_CONFIG
 
@@ -145,6 +146,32 @@ def test_the_page_tables_of_both_kinds_are_work_space(tiny: ModelSpec) -> None:
     cache = CacheConfig(kv_bytes=64 * 2**20)
     short, long = (plan(tiny, 2**30, cache=cache, max_model_tokens=tokens) for tokens in (2048, 4096))
     assert long.work_bytes - short.work_bytes == 64 * 2 * (2048 // 16) * 4
+
+
+def test_the_work_space_of_the_native_kernels_is_that_of_their_threads(pro: ModelSpec, tiny: ModelSpec) -> None:
+    """Every thread has panels and scratch of its own, and what many make of one long context waits to be joined."""
+    scheduler = SchedulerConfig(max_sequences=8, step_token_budget=512)
+    for spec, context in ((tiny, 4096), (pro, 2**20)):
+        work = {}
+        for threads in (1, 8, 256):
+            made = plan(
+                spec, 4 * 2**40, max_model_tokens=context, scheduler=scheduler, native_threads=threads, gathers=False
+            )
+            tables = 2 * 8 * (context // 16) * 4
+            step = native_step_bytes(spec, tokens=512, rows=8, context_tokens=context, threads=threads)
+            work[threads] = made.work_bytes
+            assert made.work_bytes == step + tables + 8 * spec.vocab * 16
+        assert work[1] < work[8] < work[256]
+    assert work[256] > PARTIAL_BYTES + 256 * 4 * 32 * 128 * 128, "a thread spreads two panels of the output's inputs"
+
+
+def test_memory_for_the_native_kernels_threads_is_left_free(tiny: ModelSpec) -> None:
+    cache = CacheConfig(kv_bytes=16 * 2**20)
+    few = plan(tiny, 2**30, cache=cache, native_threads=2, gathers=False)
+    enough = few.weight_bytes + few.work_bytes + few.kv_bytes + 2**16
+    plan(tiny, enough, cache=cache, native_threads=2, gathers=False)
+    with pytest.raises(StartupError, match="too little memory"):
+        plan(tiny, enough, cache=cache, native_threads=64, gathers=False)
 
 
 def test_what_fits_at_once_is_one_prefill_and_others_that_decode(tiny: ModelSpec) -> None:
