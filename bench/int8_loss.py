@@ -34,7 +34,8 @@ from server.model.weights import load_weights
 from server.text.tokenizer import Tokenizer
 
 PAGE_TOKENS = 16
-DEFAULT_TEXT = Path(__file__).parents[1] / "docs" / "ARCHITECTURE.md"
+DEFAULT_TEXT = Path(__file__).parent / "data" / "int8_loss.txt"
+"""Our architecture page as it was in November 2026: a text of our own that never changes, so that figures compare."""
 
 
 def log_probabilities(spec: ModelSpec, decoder: Decoder | NativeDecoder, dtype: torch.dtype, tokens: Tensor) -> Tensor:
@@ -113,7 +114,7 @@ def measure_model(model: str, text: str, limit: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", default=["smollm2-135m"], help="short names of GGUF models")
-    parser.add_argument("--text", type=Path, default=DEFAULT_TEXT, help="a file of prose (default: our architecture)")
+    parser.add_argument("--text", type=Path, default=DEFAULT_TEXT, help="a file of prose [%(default)s]")
     parser.add_argument("--tokens", type=int, default=1000, help="how many of its first tokens are scored")
     args = parser.parse_args()
     for model in args.models:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 
 import torch
@@ -15,6 +16,12 @@ from server.model.native_decoder import NativeDecoder
 from server.model.weights import load_weights
 from server.text.tokenizer import Tokenizer
 from tests.native.conftest import MakeKernels
+
+
+def test_the_text_that_is_scored_never_changes() -> None:
+    """Or the figures of docs/quantization.md, and what the bounds below were chosen from, would move with it."""
+    digest = hashlib.sha256(DEFAULT_TEXT.read_bytes()).hexdigest()
+    assert digest == "52e1af0155a294c1c92231bc75b5b3cab745bbabc43f6a3e343224fbda2d0d2d"
 
 
 @torch.inference_mode()
