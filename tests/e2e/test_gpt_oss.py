@@ -14,6 +14,7 @@ import tokenizers
 import torch
 from transformers import GenerationConfig, GptOssConfig
 
+from tests.e2e.scoring import check_bf16, log_probabilities, served_log_probabilities
 from tests.model.folders import (
     HARMONY,
     HARMONY_CONTROL,
@@ -23,11 +24,12 @@ from tests.model.folders import (
     write_gpt_oss_mxfp4,
     write_tokenizer,
 )
-from tests.processes import Served, serving
+from tests.processes import ROOT, Served, serving
 
 QUESTION = "What must a redistribution retain? Say all of it, in the order of the text."
 CHAT = f"<|start|>user<|message|>{QUESTION}<|end|><|start|>assistant"
 OUTPUTS = 24
+DTYPES = (torch.float32, torch.bfloat16)
 CONFIG = GptOssConfig(
     vocab_size=VOCAB,
     hidden_size=64,
@@ -108,8 +110,18 @@ def test_a_text_ends_with_return_and_call_but_not_with_a_message(
     assert answer["usage"]["completion_tokens"] == (1 if reason == "stop" else 4)
 
 
-def test_it_is_served_in_bf16_too(model: Model, tmp_path: Path) -> None:
-    with serving(model.folder, tmp_path / "log", "--served-model-name", "m", "--dtype", "bfloat16") as process:
+@pytest.mark.parametrize("kernels", ["auto", "torch"])
+def test_it_is_served_in_bf16_too(model: Model, tmp_path: Path, kernels: str) -> None:
+    """What it gives to each of 170 tokens is as near to transformers in fp32 as transformers in bf16 is."""
+    text = model.tokenizer.encode(CHAT).ids + model.greedy
+    text += model.tokenizer.encode((ROOT / "LICENSE").read_text(encoding="utf-8")).ids[: 170 - len(text)]
+    flags = ("--served-model-name", "m", "--dtype", "bfloat16", "--kernels", kernels)
+    with serving(model.folder, tmp_path / "log", *flags) as process:
+        ours = served_log_probabilities(process, text)
         answer = chat(process, ignore_eos=True, max_tokens=8)
         assert answer["usage"]["completion_tokens"] == 8
         assert process.stop() == 0, process.output()
+    oracle = load_gpt_oss_mxfp4(model.folder)
+    with torch.no_grad():
+        exact, rounded = (log_probabilities(oracle.to(dtype)(torch.tensor([text])).logits[0], text) for dtype in DTYPES)
+    check_bf16(ours, rounded, exact)
