@@ -53,7 +53,7 @@ def test_fp8_and_fused_is_served_as_the_same_values_in_fp32(folders: tuple[Path,
 
 @pytest.mark.parametrize("kernels", ["auto", "torch"])
 def test_fp8_is_served_by_whatever_the_processor_has(folders: tuple[Path, Path], tmp_path: Path, kernels: str) -> None:
-    """In bf16, by the C kernels and by those of torch: what they give to each of 150 tokens is as near to the plain values
+    """In bf16, by the C kernels and by torch's: what they give to each of 150 tokens is as near to the plain values
     in fp32 as the plain values in bf16 are, run by the reference."""
     plain, fp8 = folders
     text = Tokenizer.from_file(str(plain / "tokenizer.json")).encode((ROOT / "LICENSE").read_text("utf-8")).ids[:150]
