@@ -14,9 +14,8 @@ from kernels.native.memory import WEIGHTS
 
 PANEL = 32
 QUAD = 4
-QUAD_WORDS = 96
-EXPONENTS = 16
-KEPT_BITS = 0x807F - 0x10000  # as int16
+QUAD_BYTES = 192
+CODES = 16
 
 MOST_ESCAPES = 1 / 64
 """Of the weights. An escape takes eight bytes: beyond, plain bf16 is hardly larger, and faster. Trained matrices have
@@ -28,7 +27,7 @@ _ROOM = 1024
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bf12Panels:
-    """With P panels and Q = ceil(K / 4) quads: data int16 [..., P, Q, 96], tables int16 [..., P, 16], escapes int32
+    """With P panels and Q = ceil(K / 4) quads: data uint8 [..., P, Q, 192], tables uint8 [..., P, 16], escapes int32
     [count, 2] of place and value, starts int64 [panels of all + 1] into them."""
 
     data: Tensor
@@ -45,9 +44,9 @@ class Bf12Packing:
         self._lib = lib
         self._panels = -(-self._rows // PANEL)
         count = math.prod(leading) * self._panels
-        size = (*leading, self._panels, -(-self._columns // QUAD), QUAD_WORDS)
-        self._data = WEIGHTS.empty(2 * math.prod(size)).view(torch.int16).view(size)
-        self._tables = WEIGHTS.empty(2 * count * EXPONENTS).view(torch.int16).view(*leading, self._panels, EXPONENTS)
+        size = (*leading, self._panels, -(-self._columns // QUAD), QUAD_BYTES)
+        self._data = WEIGHTS.empty(math.prod(size)).view(size)
+        self._tables = WEIGHTS.empty(count * CODES).view(*leading, self._panels, CODES)
         self._counts = torch.zeros(count, dtype=torch.int64)
         self._escapes: dict[int, Tensor] = {}  # by the first panel of those that were packed in one call
         self._parts: dict[int, tuple[Tensor, int]] = {}  # panels of which some rows are missing, and how many are there
@@ -100,7 +99,7 @@ class Bf12Packing:
             self._lib,
             rows,
             self._data.view(-1, *self._data.shape[-2:])[panels],
-            self._tables.view(-1, EXPONENTS)[panels],
+            self._tables.view(-1, CODES)[panels],
             self._counts[panels],
         )
         if len(escapes):
@@ -108,7 +107,7 @@ class Bf12Packing:
 
 
 def pack_rows(lib: ctypes.CDLL, rows: Tensor, data: Tensor, tables: Tensor, counts: Tensor) -> Tensor:
-    """Packs rows [n, K] bf16 into zeroed panels [ceil(n / 32), Q, 96]; counts gets the escapes of each. Returns them."""
+    """Packs rows [n, K] bf16 into zeroed panels [ceil(n / 32), Q, 192]; counts gets the escapes of each. Returns them."""
     assert rows.dtype is torch.bfloat16 and all(t.is_contiguous() for t in (data, tables, counts))
     rows = rows.contiguous()
     n, k = rows.shape
@@ -127,26 +126,24 @@ def pack_rows(lib: ctypes.CDLL, rows: Tensor, data: Tensor, tables: Tensor, coun
 def is_worth_it(lib: ctypes.CDLL, rows: Tensor) -> bool:
     """Whether a matrix whose first rows [n, K] these are has few enough escapes."""
     some = rows[:PANEL]
-    data = torch.zeros(1, -(-some.shape[1] // QUAD), QUAD_WORDS, dtype=torch.int16)
-    tables, counts = torch.zeros(1, EXPONENTS, dtype=torch.int16), torch.zeros(1, dtype=torch.int64)
+    data = torch.zeros(1, -(-some.shape[1] // QUAD), QUAD_BYTES, dtype=torch.uint8)
+    tables, counts = torch.zeros(1, CODES, dtype=torch.uint8), torch.zeros(1, dtype=torch.int64)
     return len(pack_rows(lib, some, data, tables, counts)) <= some.numel() * MOST_ESCAPES
 
 
 def unpack(panels: Bf12Panels) -> Tensor:
     """[..., P * 32, Q * 4] bf16."""
     *leading, count, quads, _ = panels.data.shape
-    words = panels.data.reshape(-1, quads, 3, PANEL)
-    indexes, tables = words[:, :, 0], panels.tables.reshape(-1, 1, EXPONENTS).expand(-1, quads, -1)
-    parts = []
-    for part in range(QUAD):
-        kept = words[:, :, 1 + part // 2]
-        if part % 2:
-            kept = (kept << 8) | ((kept >> 8) & 255)
-        exponents = tables.gather(2, ((indexes >> 4 * part) & 15).long())
-        parts.append((kept & KEPT_BITS) | exponents)
-    # [panels, quads, pair of the quad, half of the outputs, 16 outputs, 2 inputs]
-    values = torch.stack(parts, 2).view(-1, quads, 2, 2, 16, 2)
-    whole = values.permute(0, 3, 4, 1, 2, 5).reshape(-1, PANEL, quads * QUAD)
+    codes, *low_bytes = panels.data.reshape(-1, quads, 3, 64).unbind(2)
+    tables = panels.tables.reshape(-1, 1, CODES).expand(-1, quads, -1)
+    pairs = []
+    for second, low in enumerate(low_bytes):
+        high = tables.gather(2, (codes >> 4 * second & 15).long())
+        weights = torch.stack((low, high), -1).view(torch.int16)  # in order of bytes
+        pairs.append(weights.view(-1, quads, 4, 2, 8))  # lane of 128 bits, half of the outputs, word
+    # [panels, quads, pair of the quad, lane, half, 4 outputs of a lane, 2 inputs]
+    values = torch.stack(pairs, 2).view(-1, quads, 2, 4, 2, 4, 2)
+    whole = values.permute(0, 4, 3, 5, 1, 2, 6).reshape(-1, PANEL, quads * QUAD)
     if len(panels.escapes):
         counts = panels.starts.diff()
         panel = torch.arange(len(counts)).repeat_interleave(counts)

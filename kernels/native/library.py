@@ -129,6 +129,7 @@ def load(path: Path) -> ctypes.CDLL:
     signatures: dict[str, tuple[Any, list[Any]]] = {
         "tp_struct_bytes": (c_int64, [c_int]),
         "tp_has_avx512": (c_int, []),
+        "tp_has_bf12": (c_int, []),
         "tp_new": (c_void_p, [c_int]),
         "tp_threads": (c_int, [c_void_p]),
         "tp_take_bytes": (c_int64, [c_void_p]),

@@ -10,6 +10,8 @@ EXPORT int64_t tp_struct_bytes(int which) {
 
 EXPORT int tp_has_avx512(void) { return TP_AVX512; }
 
+EXPORT int tp_has_bf12(void) { return TP_BF12; }
+
 EXPORT Context *tp_new(int threads) {
     Context *context = calloc(1, sizeof(Context));
     if (context == NULL) return NULL;
@@ -235,13 +237,13 @@ static int prepare_rows(const Matrix *w, const bf16 *x, int64_t rows, uint16_t *
 
 /* Pack rows [n, k] of bf16 as bf12.h says: data, all zero before, and tables hold ceil(n / 32) panels, counts [panels]
  * gets how many escapes each has. escapes has `room`; what comes after is not written. Returns how many there are. */
-EXPORT int64_t tp_pack_bf12(const bf16 *rows, int64_t n, int64_t k, uint16_t *data, uint16_t *tables, int64_t *counts,
+EXPORT int64_t tp_pack_bf12(const bf16 *rows, int64_t n, int64_t k, uint8_t *data, uint8_t *tables, int64_t *counts,
                             Escape *escapes, int64_t room) {
     int64_t found = 0;
     for (int64_t panel = 0; panel * PANEL < n; panel++) {
         const int64_t left = MAX(0, room - found), count = MIN(PANEL, n - panel * PANEL);
-        counts[panel] = pack_panel(rows + panel * PANEL * k, (int)count, k, data + panel * quads_of(k) * QUAD_WORDS,
-                                   tables + panel * EXPONENTS, escapes + MIN(found, room), left);
+        counts[panel] = pack_panel(rows + panel * PANEL * k, (int)count, k, data + panel * quads_of(k) * QUAD_BYTES,
+                                   tables + panel * CODES, escapes + MIN(found, room), left);
         found += counts[panel];
     }
     return found;

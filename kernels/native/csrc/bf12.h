@@ -1,24 +1,27 @@
 /* bf16 weights in 12 bits, without loss.
  *
- * The weights of a trained matrix have few different exponents, so a panel keeps the sign and the seven mantissa bits of
- * each as they are, and instead of the exponent four bits that say which of sixteen it is. Exponents beyond the fifteen
- * most frequent ones of a panel, some one in ten thousand, are escapes: a zero stands in the panel, and the weight in a
- * list beside it. A product with few rows reads a quarter less memory for it, which is what it waits for.
+ * The weights of a trained matrix have few different exponents. So a panel keeps the low byte of each as it is (the
+ * exponent's last bit and the mantissa), and instead of the high byte (the sign and seven bits of the exponent) a code
+ * of four bits: the sign, and which of the panel's eight high exponents it has. Weights beyond the seven most frequent
+ * ones and zero, fewer than one in a thousand, are escapes: a zero stands in the panel, and the weight in a list beside
+ * it. A product with few rows reads a quarter less memory for it, which is what it waits for; with more rows it costs
+ * one per cent.
  *
- * For four inputs (two pairs) a panel has three blocks of 32 words of 16 bits. With a, b the outputs 0-15 and 16-31 of
- * the first pair and c, d those of the second, each 32 weights:
- *     exponents   a | b << 4 | c << 8 | d << 12     indexes into the panel's table
- *     a and b     a's sign and mantissa where bf16 has them (0x807f), b's in the other bits, turned by 8
- *     c and d     likewise
+ * For four inputs (two pairs) a panel has three blocks of 64 bytes, 64 weights of a pair being 32 outputs times 2:
+ *     codes      of the first pair | of the second << 4
+ *     low bytes  of the first pair
+ *     low bytes  of the second
+ * Within 64 bytes the weights lie so that unpacking bytes of a 128-bit lane with those of the codes gives the pairs of
+ * outputs 0-15 from the lower halves of the lanes and 16-31 from the upper ones.
  * Included by gemm.h.
  */
 #define QUAD 4
-#define QUAD_WORDS 96 /* of 16 bits */
-#define EXPONENTS 16
-#define ZERO_EXPONENT 15 /* the table's last: zeros, numbers below the normal ones, and what stands for an escape */
-#define KEPT_BITS 0x807f
+#define QUAD_BYTES 192
+#define CODES 16
+#define ZERO_CODE 7 /* numbers below 2^-125, zeros, and what stands for an escape */
+#define NO_CODE 255
 
-/* A weight whose exponent is not in its panel's table. */
+/* A weight whose high exponent the panel's table does not have. */
 typedef struct {
     uint32_t at;    /* k * PANEL + output within the panel */
     uint32_t value; /* bf16 */
@@ -26,62 +29,59 @@ typedef struct {
 
 INLINE int64_t quads_of(int64_t k) { return CEIL_DIV(k, QUAD); }
 
-INLINE uint16_t turned(uint16_t word) { return (uint16_t)(word << 8 | word >> 8); }
+/* Where in 64 bytes a weight of a pair lies. */
+INLINE int byte_of(int output, int k) {
+    const int word = 2 * (output % 16) + k % 2;
+    return word / 8 * 16 + output / 16 * 8 + word % 8;
+}
 
-/* Which word of a quad holds a weight, and which of its four exponents is the weight's. */
-INLINE int word_of(int output, int k) { return 2 * (output % 16) + k % 2; }
-INLINE int part_of(int output, int k) { return output / 16 + k % QUAD / 2 * 2; }
-
-INLINE bf16 unpacked(const uint16_t *quad, const uint16_t *table, int output, int k) {
-    const int word = word_of(output, k), part = part_of(output, k);
-    const uint16_t kept = quad[PANEL + part / 2 * PANEL + word];
-    return (bf16)(((part % 2 ? turned(kept) : kept) & KEPT_BITS) | table[quad[word] >> 4 * part & 15]);
+INLINE bf16 unpacked(const uint8_t *quad, const uint8_t *table, int output, int k) {
+    const int byte = byte_of(output, k), second = k % QUAD / 2;
+    return (bf16)(table[quad[byte] >> 4 * second & 15] << 8 | quad[64 * (1 + second) + byte]);
 }
 
 /* ---- packing ------------------------------------------------------------------------------------------------------ */
 
-/* The fifteen most frequent exponents of rows [count][k], the table [16] of them, and the place of every exponent in
- * it: EXPONENTS for one that is not there. */
-static void choose_exponents(const bf16 *rows, int count, int64_t k, uint16_t *table, uint8_t *place) {
+/* The table [16] for rows [count][k], high bytes by their codes, and the code of every high byte: NO_CODE for one that
+ * is not there. */
+static void choose_codes(const bf16 *rows, int count, int64_t k, uint8_t *table, uint8_t *codes) {
     int64_t found[256] = {0};
-    for (int64_t i = 0; i < count * k; i++) found[rows[i] >> 7 & 255]++;
-    memset(place, EXPONENTS, 256);
+    for (int64_t i = 0; i < count * k; i++) found[rows[i] >> 8]++;
+    for (int high = 1; high < 128; high++) found[high] += found[high + 128];
+    memset(codes, NO_CODE, 256);
     found[0] = 0;
-    for (int index = 0; index < ZERO_EXPONENT; index++) {
+    for (int code = 0; code <= ZERO_CODE; code++) {
         int best = 0;
-        for (int exponent = 1; exponent < 256; exponent++)
-            if (found[exponent] > found[best]) best = exponent;
-        table[index] = (uint16_t)(best << 7);
-        if (best) place[best] = (uint8_t)index;
+        for (int high = 1; high < 128; high++)
+            if (found[high] > found[best]) best = high;
+        if (code == ZERO_CODE) best = 0;
+        table[code] = (uint8_t)best, table[code + 8] = (uint8_t)(best | 128);
+        if (best || code == ZERO_CODE) codes[best] = (uint8_t)code, codes[best | 128] = (uint8_t)(code | 8);
         found[best] = 0;
     }
-    table[ZERO_EXPONENT] = 0;
-    place[0] = ZERO_EXPONENT;
 }
 
-/* One panel: rows [count <= 32][k]; data, all zero before, [quads][96], table [16]. Returns how many escapes it has; at
+/* One panel: rows [count <= 32][k]; data, all zero before, [quads][192], table [16]. Returns how many escapes it has; at
  * most `room` are written. */
-static int64_t pack_panel(const bf16 *rows, int count, int64_t k, uint16_t *data, uint16_t *table, Escape *escapes,
+static int64_t pack_panel(const bf16 *rows, int count, int64_t k, uint8_t *data, uint8_t *table, Escape *escapes,
                           int64_t room) {
-    uint8_t place[256];
+    uint8_t codes[256];
     int64_t escaped = 0;
-    choose_exponents(rows, count, k, table, place);
+    choose_codes(rows, count, k, table, codes);
     for (int64_t q = 0; q < quads_of(k); q++) {
-        uint16_t *quad = data + q * QUAD_WORDS;
+        uint8_t *quad = data + q * QUAD_BYTES;
         for (int output = 0; output < PANEL; output++)
             for (int i = 0; i < QUAD; i++) {
                 const int64_t at = q * QUAD + i;
-                const bf16 value = output < count && at < k ? rows[output * k + at] : 0;
-                int index = place[value >> 7 & 255];
-                uint16_t kept = value & KEPT_BITS;
-                if (index == EXPONENTS) {
+                bf16 value = output < count && at < k ? rows[output * k + at] : 0;
+                if (codes[value >> 8] == NO_CODE) {
                     if (escaped < room) escapes[escaped] = (Escape){(uint32_t)(at * PANEL + output), value};
                     escaped++;
-                    index = ZERO_EXPONENT, kept = 0;
+                    value = 0;
                 }
-                const int word = word_of(output, i), part = part_of(output, i);
-                quad[word] |= (uint16_t)(index << 4 * part);
-                quad[PANEL + part / 2 * PANEL + word] |= part % 2 ? turned(kept) : kept;
+                const int byte = byte_of(output, i), second = i / 2;
+                quad[byte] |= (uint8_t)(codes[value >> 8] << 4 * second);
+                quad[64 * (1 + second) + byte] = (uint8_t)value;
             }
     }
     return escaped;
@@ -89,13 +89,33 @@ static int64_t pack_panel(const bf16 *rows, int count, int64_t k, uint16_t *data
 
 /* ---- reading ------------------------------------------------------------------------------------------------------ */
 
+#if TP_BF12
+
+/* The table, so often that of an index only its low four bits count. */
+INLINE __m512i table_of_codes(const uint8_t *table) {
+    return _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)table));
+}
+
+/* pairs: outputs 0-15 and 16-31 of the first pair of k, then of the second. */
+INLINE void unpack_quad(const void *quad, __m512i table, __m512i *pairs) {
+    const __m512i codes = _mm512_loadu_si512(quad);
+    for (int second = 0; second < 2; second++) {
+        const __m512i low = _mm512_loadu_si512((const char *)quad + 64 * (1 + second));
+        const __m512i high = _mm512_permutexvar_epi8(second ? _mm512_srli_epi16(codes, 4) : codes, table);
+        pairs[2 * second] = _mm512_unpacklo_epi8(low, high);
+        pairs[2 * second + 1] = _mm512_unpackhi_epi8(low, high);
+    }
+}
+
+#endif
+
 /* A panel as bf16 pairs, escapes left as zeros: `multiply_bf16` of it has the bits of `multiply_bf12`. */
-static void spread_quads(const uint16_t *data, const uint16_t *table, int64_t k, bf16 *out) {
-    for (int64_t q = 0; q < quads_of(k); q++, data += QUAD_WORDS, out += QUAD * PANEL) {
-#if TP_AVX512
-        __m512i parts[QUAD];
-        unpack_quad(data, exponents_of(table), parts);
-        for (int part = 0; part < QUAD; part++) _mm512_storeu_si512(out + PANEL * part, parts[part]);
+static void spread_bf12(const uint8_t *data, const uint8_t *table, int64_t k, bf16 *out) {
+    for (int64_t q = 0; q < quads_of(k); q++, data += QUAD_BYTES, out += QUAD * PANEL) {
+#if TP_BF12
+        __m512i pairs[QUAD];
+        unpack_quad(data, table_of_codes(table), pairs);
+        for (int i = 0; i < QUAD; i++) _mm512_storeu_si512(out + PANEL * i, pairs[i]);
 #else
         for (int output = 0; output < PANEL; output++)
             for (int i = 0; i < QUAD; i++)

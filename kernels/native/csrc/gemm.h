@@ -18,7 +18,7 @@ enum { FORMAT_BF16 = 0, FORMAT_INT8 = 1, FORMAT_MXFP4 = 2, FORMAT_FP8 = 3, FORMA
 #define MAX_ROWS 10       /* rows that one inner loop holds in registers; more and the compiler spills */
 #define MAX_INT8_ROWS 8
 #define BF12_AHEAD 4096   /* bytes */
-#define BF12_ROWS MAX_ROWS /* beyond, a panel is spread once and read again for every block of rows */
+#define BF12_ROWS 128     /* beyond, a panel is spread once and read again for every block of rows */
 #define INT8_BLOCK 1024   /* pairs of k after which int32 sums go to fp32: 2 * 8191 * 127 * 1024 < 2^31 */
 #define INT16_LIMIT 8191  /* activations beside int8 weights are rounded to this many steps */
 #define FP8_BLOCK 128
@@ -33,34 +33,12 @@ INLINE float multiply_add(float a, float b, float c) {
 #endif
 }
 
-#if TP_AVX512
-
-/* The sixteen exponents of a panel, twice: of an index of five bits the highest does not count. */
-INLINE __m512i exponents_of(const uint16_t *table) {
-    return _mm512_broadcast_i64x4(_mm256_loadu_si256((const __m256i *)table));
-}
-
-/* The four times 32 weights of bf12.h, as bf16. 0xEA: (kept & mask) | exponent. */
-INLINE void unpack_quad(const void *quad, __m512i exponents, __m512i *parts) {
-    const __m512i mask = _mm512_set1_epi16((short)0x807f), indexes = _mm512_loadu_si512(quad);
-    for (int half = 0; half < 2; half++) {
-        const __m512i kept = _mm512_loadu_si512((const char *)quad + 64 * (half + 1));
-        const __m512i index = half ? _mm512_srli_epi16(indexes, 8) : indexes;
-        const __m512i even = _mm512_permutexvar_epi16(index, exponents);
-        const __m512i odd = _mm512_permutexvar_epi16(_mm512_srli_epi16(index, 4), exponents);
-        parts[2 * half] = _mm512_ternarylogic_epi32(kept, mask, even, 0xEA);
-        parts[2 * half + 1] = _mm512_ternarylogic_epi32(_mm512_shldi_epi16(kept, kept, 8), mask, odd, 0xEA);
-    }
-}
-
-#endif
-
 #include "bf12.h"
 
 /* data: [panels][k / 2][32][2] of bf16, int8 or fp8 codes, or [panels][k / 2][32] bytes of two mxfp4 codes, low first;
- * bf12 as bf12.h says, [panels][ceil(k / 4)][96] words.
+ * bf12 as bf12.h says, [panels][ceil(k / 4)][192] bytes.
  * scales: int8 float [panels * 32]; fp8 float [panels][ceil(k / 128)][32]; mxfp4 uint8 e8m0 [panels][k / 32][32]; bf12
- * uint16 exponents [panels][16].
+ * the tables, uint8 [panels][16].
  * escapes of bf12: those of panel p are escapes[starts[p]] to escapes[starts[p + 1]].
  * Rows are padded with zeros to whole panels, k to a whole pair or quad. */
 typedef struct {
@@ -84,14 +62,16 @@ INLINE int64_t escape_count(const Matrix *w, int64_t panel) {
     return w->escape_starts[panel + 1] - w->escape_starts[panel];
 }
 
-INLINE const uint16_t *quads(const Matrix *w, int64_t panel) {
-    return (const uint16_t *)w->data + panel * quads_of(w->k) * QUAD_WORDS;
+INLINE const uint8_t *quads(const Matrix *w, int64_t panel) {
+    return (const uint8_t *)w->data + panel * quads_of(w->k) * QUAD_BYTES;
 }
+
+INLINE const uint8_t *codes(const Matrix *w, int64_t panel) { return (const uint8_t *)w->scales + panel * CODES; }
 
 INLINE int64_t panel_bytes(const Matrix *w, int64_t panel) {
     static const int64_t of_pair[] = {4, 2, 1, 2}; /* by format */
     if (w->format == FORMAT_BF12)
-        return quads_of(w->k) * QUAD_WORDS * 2 + EXPONENTS * 2 + escape_count(w, panel) * (int64_t)sizeof(Escape);
+        return quads_of(w->k) * QUAD_BYTES + CODES + escape_count(w, panel) * (int64_t)sizeof(Escape);
     return pairs_of(w) * PANEL * of_pair[w->format];
 }
 
@@ -126,20 +106,22 @@ INLINE void inner_bf16(const int mr, int64_t pairs, const void *const *x, const 
     }
 }
 
+#if TP_BF12
+
 /* As inner_bf16 of the panel that is spread, to the bit. */
-INLINE void inner_bf12(const int mr, int64_t pairs, const void *const *x, const void *w, const uint16_t *table,
+INLINE void inner_bf12(const int mr, int64_t pairs, const void *const *x, const void *w, const uint8_t *table,
                        float *tile) {
     __m512 sum[MAX_ROWS][2];
 #pragma GCC unroll 10
     for (int i = 0; i < mr; i++) sum[i][0] = sum[i][1] = _mm512_setzero_ps();
-    const __m512i exponents = exponents_of(table);
+    const __m512i high_bytes = table_of_codes(table);
     const char *panel = w;
     for (int64_t pair = 0; pair < pairs; pair += 2) {
         __m512i parts[QUAD];
-        unpack_quad(panel, exponents, parts);
+        unpack_quad(panel, high_bytes, parts);
         if (mr <= 4)
             for (int line = 0; line < 3; line++) _mm_prefetch(panel + BF12_AHEAD + 64 * line, _MM_HINT_T0);
-        panel += QUAD_WORDS * 2;
+        panel += QUAD_BYTES;
 #pragma GCC unroll 10
         for (int i = 0; i < mr; i++) {
             const __m512bh both = (__m512bh)_mm512_set1_epi32((int32_t)((const two_values *)x[i])[pair]);
@@ -160,6 +142,8 @@ INLINE void inner_bf12(const int mr, int64_t pairs, const void *const *x, const 
         _mm512_storeu_ps(tile + i * PANEL + 16, sum[i][1]);
     }
 }
+
+#endif
 
 INLINE void inner_int8(const int mr, int64_t pairs, const void *const *x, const void *w, float *tile, int64_t ld,
                        int add) {
@@ -251,8 +235,8 @@ static void multiply_int8(int rows, int64_t pairs, const void *const *x, const v
 #undef CALL
 }
 
-#if TP_AVX512
-static void multiply_bf12(int rows, int64_t pairs, const void *const *x, const void *w, const uint16_t *table,
+#if TP_BF12
+static void multiply_bf12(int rows, int64_t pairs, const void *const *x, const void *w, const uint8_t *table,
                           float *tile) {
 #define CALL(count) inner_bf12(count, pairs, x, w, table, tile)
     EACH_COUNT(CALL)
@@ -359,8 +343,8 @@ static void multiply_panel(const Matrix *w, int64_t panel, const bf16 *spread, c
         }
     } else if (w->format == FORMAT_BF12) {
         if (spread) multiply_bf16(rows, pairs, at, spread, tile, PANEL, 0);
-#if TP_AVX512
-        else multiply_bf12(rows, pairs, at, quads(w, panel), (const uint16_t *)w->scales + panel * EXPONENTS, tile);
+#if TP_BF12
+        else multiply_bf12(rows, pairs, at, quads(w, panel), codes(w, panel), tile);
 #endif
         add_escapes(w->escapes + w->escape_starts[panel], escape_count(w, panel), at, rows, tile);
     } else {
@@ -379,8 +363,8 @@ INLINE const bf16 *spread_panel(const Matrix *w, int64_t panel, int64_t rows, bf
         spread_fp8(w, panel, scratch);
     } else if (w->format == FORMAT_MXFP4) {
         spread_mxfp4(w, panel, scratch);
-    } else if (w->format == FORMAT_BF12 && !(TP_AVX512 && rows <= BF12_ROWS)) {
-        spread_quads(quads(w, panel), (const uint16_t *)w->scales + panel * EXPONENTS, w->k, scratch);
+    } else if (w->format == FORMAT_BF12 && !(TP_BF12 && rows <= BF12_ROWS)) {
+        spread_bf12(quads(w, panel), codes(w, panel), w->k, scratch);
     } else {
         return NULL;
     }

@@ -148,9 +148,9 @@ static void embed(const Context *context, const Step *step, int64_t t) {
         const Matrix *head = &model->head;
         const int64_t panel = id / PANEL;
         const int output = (int)(id % PANEL);
-        const uint16_t *table = (const uint16_t *)head->scales + panel * EXPONENTS;
         for (int64_t i = 0; i < model->hidden; i++)
-            out[i] = bf16_to_f32(unpacked(quads(head, panel) + i / QUAD * QUAD_WORDS, table, output, (int)(i % QUAD)));
+            out[i] = bf16_to_f32(
+                unpacked(quads(head, panel) + i / QUAD * QUAD_BYTES, codes(head, panel), output, (int)(i % QUAD)));
         for (int64_t e = head->escape_starts[panel]; e < head->escape_starts[panel + 1]; e++)
             if (head->escapes[e].at % PANEL == (uint32_t)output)
                 out[head->escapes[e].at / PANEL] = bf16_to_f32((bf16)head->escapes[e].value);
