@@ -186,6 +186,7 @@ def describe(config: ServeConfig, source: ModelSource) -> Model:
         packed=isinstance(kernels, CpuKernels),
         panels=isinstance(kernels, NativeKernels),
         int8=wanted.quantization == "int8",
+        bf12=isinstance(kernels, NativeKernels) and kernels.bf12,
         gathers=not isinstance(kernels, NativeKernels),
         native_threads=kernels.context.threads if isinstance(kernels, NativeKernels) else None,
         checkpoint=checkpoint,

@@ -96,20 +96,21 @@ def plan_memory(
     packed: bool = False,
     panels: bool = False,
     int8: bool = False,
+    bf12: bool = False,
     gathers: bool = True,
     native_threads: int | None = None,
     checkpoint: Checkpoint | None = None,
 ) -> MemoryPlan:
-    """Divide `available` bytes. packed, panels, int8: how the backend keeps matrices, see `weight_bytes`. gathers:
-    whether it copies keys and values out of their pages to attend to them. native_threads: of the C kernels, where they
-    run the steps.
+    """Divide `available` bytes. packed, panels, int8, bf12: how the backend keeps matrices, see `weight_bytes`.
+    gathers: whether it copies keys and values out of their pages to attend to them. native_threads: of the C kernels,
+    where they run the steps.
 
     Raises StartupError with the numbers and the flag that helps if it is too little.
     """
     context = _context_tokens(spec, max_model_tokens)
     full_page, window_page = page_byte_sizes(spec, cache.page_tokens, dtype)
     slab = choose_slab_bytes(full_page, window_page)
-    weights = weight_bytes(spec, dtype, packed=packed, panels=panels, int8=int8, checkpoint=checkpoint)
+    weights = weight_bytes(spec, dtype, packed=packed, panels=panels, int8=int8, bf12=bf12, checkpoint=checkpoint)
     if native_threads is None:
         step = _step_bytes(spec, scheduler)
     else:

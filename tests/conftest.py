@@ -11,6 +11,7 @@ import pytest
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+from kernels.native.build import BuildError, build
 from server.config import ModelConfig
 from server.model.source import resolve
 from tests.processes import Served, serving
@@ -28,6 +29,19 @@ def smollm2_gguf() -> Path:
 def gemma3_gguf() -> Path:
     """Gemma 3 270M (base), Q4_K_M, SentencePiece vocabulary: a real hybrid sliding-window model."""
     return resolve("gemma3-270m", cache_folder=MODELS_CACHE).path
+
+
+@pytest.fixture(scope="session")
+def kernels_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the C kernels, compiled for this processor."""
+    folder = tmp_path_factory.mktemp("kernels")
+    try:
+        build(folder)
+    except BuildError as error:
+        if "install gcc" in str(error):
+            pytest.skip(str(error))
+        raise
+    return folder
 
 
 @pytest.fixture(scope="session")

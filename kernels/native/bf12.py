@@ -107,7 +107,8 @@ class Bf12Packing:
 
 
 def pack_rows(lib: ctypes.CDLL, rows: Tensor, data: Tensor, tables: Tensor, counts: Tensor) -> Tensor:
-    """Packs rows [n, K] bf16 into zeroed panels [ceil(n / 32), Q, 192]; counts gets the escapes of each. Returns them."""
+    """Packs rows [n, K] bf16 into zeroed panels [ceil(n / 32), Q, 192]. counts gets how many escapes each has; returns
+    them."""
     assert rows.dtype is torch.bfloat16 and all(t.is_contiguous() for t in (data, tables, counts))
     rows = rows.contiguous()
     n, k = rows.shape

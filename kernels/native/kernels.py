@@ -67,7 +67,7 @@ class NativeKernels(ReferenceKernels):
         if self.context.threads < wanted:
             log.warning("event=fewer_threads wanted=%d made=%d", wanted, self.context.threads)
         self.int8 = int8
-        self.bf12 = bool(lib.tp_has_bf12()) if bf12 is None else bf12
+        self.bf12 = not int8 and (bool(lib.tp_has_bf12()) if bf12 is None else bf12)
 
     def pack(self, weight: Matrix) -> Matrix:
         return pack(weight, int8=self.int8, bf12=self._bf12_library)

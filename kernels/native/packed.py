@@ -105,9 +105,7 @@ class PackedMatrix:
         assert self.scales is not None and self.escapes is not None and self.escape_starts is not None
         starts = self.escape_starts
         first, last = int(starts[0]), int(starts[-1])
-        return Bf12Panels(
-            data=self.data, tables=self.scales, escapes=self.escapes[first:last], starts=starts - first
-        )
+        return Bf12Panels(data=self.data, tables=self.scales, escapes=self.escapes[first:last], starts=starts - first)
 
 
 class PanelPacking:

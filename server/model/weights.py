@@ -146,11 +146,13 @@ def weight_bytes(
     packed: bool = False,
     panels: bool = False,
     int8: bool = False,
+    bf12: bool = False,
     checkpoint: Checkpoint | None = None,
 ) -> int:
     """Memory that the loaded weights take, computed without reading any. Packed, a head that is tied to the embedding
     is a matrix of its own. In panels, every row of an fp8 matrix has its own copy of its scales. int8: plain matrices
-    take a byte an element and an fp32 scale a row. Without a checkpoint nothing is quantized."""
+    take a byte an element and an fp32 scale a row. bf12: they take twelve bits an element and a byte a row, for tables
+    and escapes. Without a checkpoint nothing is quantized."""
     total = spec.vocab * spec.hidden * dtype.itemsize if packed and spec.tied_embeddings else 0
     shapes = tensor_shapes(spec)
     located = {} if checkpoint is None else locate(spec, shapes, checkpoint, _names(spec, checkpoint))
@@ -161,6 +163,8 @@ def weight_bytes(
             kept = looked_up or name.endswith(("router", "_bias", "_codes", "_scales"))
             if int8 and len(shape) > 1 and not kept:
                 total += math.prod(shape) + math.prod(shape[:-1]) * torch.float32.itemsize
+            elif bf12 and len(shape) > 1 and not kept:
+                total += math.prod(shape) * 3 // 2 + math.prod(shape[:-1])
             else:
                 total += math.prod(shape) * _stored_dtype(name, dtype).itemsize
             continue

@@ -131,7 +131,7 @@ LOAD = """
 import json, re, sys
 from pathlib import Path
 import torch
-from kernels.native.packed import PanelPacking
+from kernels.native.kernels import NativeKernels
 from server.model.checkpoint import GGUFCheckpoint, SafetensorsCheckpoint
 from server.model.families import spec_from_config, spec_from_gguf
 from server.model.gguf_file import GGUFFile
@@ -152,13 +152,14 @@ else:
 before, files = status("VmRSS"), status("RssFile")
 Path("/proc/self/clear_refs").write_text("5")
 form = sys.argv[2]
-packing = None if form == "whole" else lambda shape: PanelPacking(shape, int8=form == "int8")
+kernels = NativeKernels(Path(sys.argv[3]), 1, int8=form == "int8", bf12=form == "bf12")
+packing = None if form == "whole" else kernels.packing
 weights = load_weights(spec, checkpoint, torch.bfloat16, packing=packing, embeds_from_head=packing is not None)
 print(json.dumps({
     "peak": status("VmHWM") - before,
     "kept": status("VmRSS") - before,
     "mapped": status("RssFile") - files,
-    "weights": weight_bytes(spec, torch.bfloat16, int8=form == "int8"),
+    "weights": weight_bytes(spec, torch.bfloat16, int8=form == "int8", bf12=form == "bf12"),
 }))
 """
 
@@ -189,9 +190,9 @@ def write_llama(folder: Path, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("stored", ["bfloat16", "float32", "gguf"])
-@pytest.mark.parametrize("form", ["whole", "panels", "int8"])
+@pytest.mark.parametrize("form", ["whole", "panels", "int8", "bf12"])
 def test_loading_takes_little_more_memory_than_the_weights(
-    tmp_path: Path, smollm2_gguf: Path, stored: str, form: str
+    tmp_path: Path, smollm2_gguf: Path, kernels_cache: Path, stored: str, form: str
 ) -> None:
     """Neither a second copy nor the file's pages, which would stay for as long as it is mapped. A matrix in panels is
     packed while it is read."""
@@ -200,7 +201,11 @@ def test_loading_takes_little_more_memory_than_the_weights(
         path = tmp_path
         write_llama(tmp_path, getattr(torch, stored))
     done = subprocess.run(
-        [sys.executable, "-c", LOAD, str(path), form], env=environment(), capture_output=True, text=True, check=False
+        [sys.executable, "-c", LOAD, str(path), form, str(kernels_cache)],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)

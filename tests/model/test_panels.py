@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import fields
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,8 @@ import torch
 from torch import Tensor
 from transformers import GptOssConfig, GptOssForCausalLM
 
-from kernels.native.packed import PackedMatrix, PanelPacking, pack
+from kernels.native.kernels import NativeKernels
+from kernels.native.packed import PackedMatrix
 from server.model import weights as weights_module
 from server.model.checkpoint import Checkpoint, GGUFCheckpoint, SafetensorsCheckpoint
 from server.model.families import count_mtp_layers, spec_from_config, spec_from_gguf
@@ -86,16 +86,17 @@ def kept(value: Any) -> Iterator[Tensor | PackedMatrix]:
 def same(ours: Tensor | PackedMatrix | None, theirs: Tensor | PackedMatrix | None) -> bool:
     if isinstance(ours, PackedMatrix) and isinstance(theirs, PackedMatrix):
         described = (ours.shape, ours.format) == (theirs.shape, theirs.format)
-        return described and same(ours.data, theirs.data) and same(ours.scales, theirs.scales)
+        parts = ("data", "scales", "escapes", "escape_starts")
+        return described and all(same(getattr(ours, part), getattr(theirs, part)) for part in parts)
     if isinstance(ours, Tensor) and isinstance(theirs, Tensor):
         return ours.dtype is theirs.dtype and torch.equal(ours, theirs)
     return ours is theirs is None
 
 
-def assert_packed_alike(spec: ModelSpec, checkpoint: Checkpoint, *, int8: bool) -> Weights:
+def assert_packed_alike(spec: ModelSpec, checkpoint: Checkpoint, kernels: NativeKernels) -> Weights:
     whole, rows = (
         load_weights(spec, checkpoint, torch.bfloat16, embeds_from_head=True, **how)
-        for how in ({"pack": partial(pack, int8=int8)}, {"packing": partial(PanelPacking, int8=int8)})
+        for how in ({"pack": kernels.pack}, {"packing": kernels.packing})
     )
     pairs = list(zip(kept(rows), kept(whole), strict=True))
     assert sum(isinstance(ours, PackedMatrix) for ours, _ in pairs) >= 4 * len(spec.layers)
@@ -104,27 +105,32 @@ def assert_packed_alike(spec: ModelSpec, checkpoint: Checkpoint, *, int8: bool) 
     return rows
 
 
-@pytest.mark.parametrize("int8", [False, True], ids=["plain", "int8"])
+@pytest.fixture(params=["plain", "int8", "bf12"])
+def kernels(request: pytest.FixtureRequest, kernels_cache: Path) -> NativeKernels:
+    return NativeKernels(kernels_cache, 1, int8=request.param == "int8", bf12=request.param == "bf12")
+
+
 @pytest.mark.parametrize("form", FOLDERS)
-def test_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str, int8: bool) -> None:
+def test_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str, kernels: NativeKernels) -> None:
     monkeypatch.setattr(weights_module, "_PACKED_BYTES", 3000)
     FOLDERS[form](tmp_path)
-    assert_packed_alike(*of_folder(tmp_path), int8=int8)
+    assert_packed_alike(*of_folder(tmp_path), kernels)
 
 
 @pytest.mark.parametrize("model", ["smollm2_gguf", "gemma3_gguf"])
-def test_a_gguf_file(model: str, request: pytest.FixtureRequest) -> None:
+def test_a_gguf_file(model: str, kernels_cache: Path, request: pytest.FixtureRequest) -> None:
     """SmolLM2's rows of q and k are put in another order, head by head, while they are packed."""
     file = GGUFFile(request.getfixturevalue(model))
-    assert_packed_alike(spec_from_gguf(file), GGUFCheckpoint(file), int8=False)
+    assert_packed_alike(spec_from_gguf(file), GGUFCheckpoint(file), NativeKernels(kernels_cache, 1))
 
 
-@pytest.mark.parametrize("int8", [False, True], ids=["plain", "int8"])
 @pytest.mark.parametrize("write", [gpt_oss_in_mxfp4, gpt_oss_in_bf16, mimo("fp8 split", EVEN_MIMO)])
-def test_memory_is_what_was_planned(tmp_path: Path, write: Callable[[Path], None], int8: bool) -> None:
+def test_memory_is_what_was_planned(tmp_path: Path, write: Callable[[Path], None], kernels: NativeKernels) -> None:
     write(tmp_path)
     spec, checkpoint = of_folder(tmp_path)
-    weights = load_weights(spec, checkpoint, torch.bfloat16, packing=partial(PanelPacking, int8=int8))
+    weights = load_weights(spec, checkpoint, torch.bfloat16, packing=kernels.packing)
     taken = sum(each.nbytes for each in kept(weights))
-    planned = weight_bytes(spec, torch.bfloat16, panels=True, int8=int8, checkpoint=checkpoint)
+    planned = weight_bytes(
+        spec, torch.bfloat16, panels=True, int8=kernels.int8, bf12=kernels.bf12, checkpoint=checkpoint
+    )
     assert taken == pytest.approx(planned, rel=0.02)

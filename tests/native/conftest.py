@@ -36,8 +36,8 @@ def make_kernels(library_path: Path) -> MakeKernels:
     """Kernels for a number of threads; those of equal arguments are shared."""
 
     @cache
-    def make(threads: int = 1, *, int8: bool = False) -> NativeKernels:
+    def make(threads: int = 1, *, int8: bool = False, bf12: bool | None = None) -> NativeKernels:
         with mock.patch("kernels.native.kernels.build", return_value=library_path):
-            return NativeKernels(library_path.parent, threads, int8=int8)
+            return NativeKernels(library_path.parent, threads, int8=int8, bf12=bf12)
 
     return make

@@ -44,5 +44,5 @@ def test_a_decode_step_reads_weights_and_live_keys_once(
     batch = Batch([(slot, context - 1, 1) for slot in range(rows)], full, full + first_window)
     kernels.context.take_bytes()
     decoder.logits(decoder.forward(torch.arange(rows), batch, arena))
-    needed = weight_bytes(spec, torch.bfloat16, int8=int8) + rows * live_kv_bytes(spec, context)
+    needed = weight_bytes(spec, torch.bfloat16, int8=int8, bf12=kernels.bf12) + rows * live_kv_bytes(spec, context)
     assert 0.95 * needed < kernels.context.take_bytes() < 1.1 * needed

@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from kernels.mxfp4 import E2M1, Mxfp4
-from kernels.native.packed import INT8_STEPS, PackedMatrix, pack
+from kernels.native.kernels import NativeKernels
+from kernels.native.packed import INT8_STEPS, Format, PackedMatrix, pack
 from kernels.quantized import BlockScaled, Matrix
 from tests.native.conftest import MakeKernels
 
-FORMATS = ("bf16", "int8", "fp8", "mxfp4")
+FORMATS = ("bf16", "bf12", "int8", "fp8", "mxfp4")
 UNIT = 2.0**-24  # half a unit in the last place of fp32
 INT16_STEPS = 8191
 
@@ -22,6 +23,12 @@ def random_matrix(kind: str, n: int, k: int, seed: int) -> Matrix:
     generator = torch.Generator().manual_seed(seed)
     if kind in ("bf16", "int8"):
         return torch.randn(n, k, generator=generator).bfloat16()
+    if kind == "bf12":
+        chance = torch.rand(n, k, generator=generator)
+        weight = torch.randn(n, k, generator=generator)
+        weight[chance < 0.1] = 0.0
+        weight[chance > 0.995] *= torch.exp2(torch.randint(-60, 20, (n, k), generator=generator))[chance > 0.995]
+        return weight.bfloat16()
     if kind == "fp8":
         codes = torch.randn(n, k, generator=generator).mul_(30).to(torch.float8_e4m3fn)
         rows = max(1, n // 5)
@@ -31,6 +38,12 @@ def random_matrix(kind: str, n: int, k: int, seed: int) -> Matrix:
     codes = torch.randint(256, (n, k // 2), generator=generator, dtype=torch.uint8)
     scales = torch.randint(115, 140, (n, k // 32), generator=generator, dtype=torch.uint8)
     return Mxfp4(codes=codes, scales=scales)
+
+
+def packed_as(kind: str, matrix: Matrix, kernels: NativeKernels) -> PackedMatrix:
+    packed = pack(matrix, int8=kind == "int8", bf12=kernels.context.lib if kind == "bf12" else None)
+    assert kind not in ("bf16", "bf12") or packed.format is {"bf16": Format.BF16, "bf12": Format.BF12}[kind]
+    return packed
 
 
 def exact(matrix: Matrix, packed: PackedMatrix) -> Tensor:
@@ -43,8 +56,9 @@ def exact(matrix: Matrix, packed: PackedMatrix) -> Tensor:
         scales = torch.exp2(matrix.scales.double() - 127).repeat_interleave(32, -1)
         return torch.tensor(E2M1, dtype=torch.float64)[nibbles.int()] * scales
     assert isinstance(matrix, Tensor)
-    if packed.scales is None:
+    if packed.format is not Format.INT8:
         return matrix.double()
+    assert packed.scales is not None
     rows = packed.data.transpose(-1, -2).flatten(-3, -2).clone(memory_format=torch.contiguous_format)
     codes = rows.view(torch.int8).double()
     return (codes * packed.scales.flatten(-2).double()[:, None])[: matrix.shape[0], : matrix.shape[1]]
@@ -72,7 +86,7 @@ def test_a_product_is_the_exact_one_within_the_error_of_fp32_sums(
     if kind == "mxfp4":
         k = -(-k // 32) * 32
     matrix = random_matrix(kind, n, k, seed=n * k)
-    packed = pack(matrix, int8=kind == "int8")
+    packed = packed_as(kind, matrix, make_kernels())
     values = exact(matrix, packed)
     torch.manual_seed(k)
     context = make_kernels().context
@@ -89,7 +103,7 @@ def test_a_product_is_the_exact_one_within_the_error_of_fp32_sums(
 @pytest.mark.parametrize("kind", FORMATS)
 def test_a_row_has_the_same_bits_beside_any_others_and_with_any_threads(make_kernels: MakeKernels, kind: str) -> None:
     for n, k in ((70, 160), (224, 2272)):
-        packed = pack(random_matrix(kind, n, k, seed=5), int8=kind == "int8")
+        packed = packed_as(kind, random_matrix(kind, n, k, seed=5), make_kernels())
         torch.manual_seed(0)
         x = torch.randn(40, k).bfloat16()
         alone = torch.cat([make_kernels().context.multiply(row[None], packed) for row in x])
@@ -103,7 +117,7 @@ def test_a_row_has_the_same_bits_beside_any_others_and_with_any_threads(make_ker
 
 def test_the_numbers_of_any_row_do_not_reach_another(make_kernels: MakeKernels) -> None:
     for kind in FORMATS:
-        packed = pack(random_matrix(kind, 40, 96, seed=1), int8=kind == "int8")
+        packed = packed_as(kind, random_matrix(kind, 40, 96, seed=1), make_kernels())
         x = torch.randn(14, 96).bfloat16()
         context = make_kernels(2).context
         clean = context.multiply(x, packed)
@@ -137,8 +151,11 @@ def test_a_nan_or_infinity_of_the_weights_spoils_its_own_output_only(make_kernel
     fp4 = random_matrix("mxfp4", 40, 64, seed=3)
     assert isinstance(fp4, Mxfp4)
     fp4.scales[7, 0] = fp4.scales[33, 1] = 255
-    for matrix in (weight, blocks, fp4):
-        ours = make_kernels().context.multiply(torch.randn(3, 64).bfloat16(), pack(matrix))
+    kernels = make_kernels()
+    short = packed_as("bf12", weight, kernels)
+    assert short.escapes is not None and len(short.escapes) >= 2
+    for matrix in (pack(weight), short, pack(blocks), pack(fp4)):
+        ours = kernels.context.multiply(torch.randn(3, 64).bfloat16(), matrix)
         broken = ~torch.isfinite(ours)
         assert broken[:, [7, 33]].all()
         assert broken.sum() == 6
@@ -147,7 +164,7 @@ def test_a_nan_or_infinity_of_the_weights_spoils_its_own_output_only(make_kernel
 def test_a_product_with_no_rows_is_empty(make_kernels: MakeKernels) -> None:
     for threads in (1, 2):
         for kind in FORMATS:
-            packed = pack(random_matrix(kind, 40, 64, seed=3), int8=kind == "int8")
+            packed = packed_as(kind, random_matrix(kind, 40, 64, seed=3), make_kernels())
             ours = make_kernels(threads).context.multiply(torch.empty(0, 64, dtype=torch.bfloat16), packed)
             assert ours.shape == (0, 40)
 
