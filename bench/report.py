@@ -177,7 +177,8 @@ def _share_of_ceiling(results: Results, model: str) -> list[str]:
                 row.append("-")
                 continue
             if name == "single":
-                rate, ceiling = cell.median * cost.weights * PEERS[peer].bytes_per_weight / 1e9, results.ceiling("read")
+                each = results.bytes_per_weight.get(peer, PEERS[peer].bytes_per_weight)
+                rate, ceiling = cell.median * cost.weights * each / 1e9, results.ceiling("read")
             else:
                 rate, ceiling = cost.prefill_flop[size] / cell.median / 1e9, results.ceiling(PEERS[peer].ceiling)
             assert ceiling is not None

@@ -49,6 +49,7 @@ class Results:
     machine: dict[str, str]
     labels: dict[str, str]
     costs: dict[str, Cost] = field(default_factory=dict)
+    bytes_per_weight: dict[str, float] = field(default_factory=dict)  # of servers for which the processor decides it
     ceilings: list[dict[str, float]] = field(default_factory=list)
     repeats: list[Repeat] = field(default_factory=list)
     missing: list[Missing] = field(default_factory=list)
@@ -104,6 +105,7 @@ def read(path: Path) -> Results:
         machine=loaded["machine"],
         labels=loaded["labels"],
         costs={model: Cost(**cost) for model, cost in loaded["costs"].items()},
+        bytes_per_weight=loaded.get("bytes_per_weight", {}),
         ceilings=loaded["ceilings"],
         repeats=[Repeat(**{**each, "metric": _now_called(each["metric"])}) for each in loaded["repeats"]],
         missing=[

@@ -136,6 +136,8 @@ def test_the_share_of_the_ceiling_is_bytes_for_one_stream_and_flops_for_a_prompt
     text = report.markdown(run)
     assert row(text, "one stream, greedy, GB/s")[1:] == ["20.0 (50%)", "10.6 (27%)"]
     assert row(text, "cold TTFT, 6,000 tokens, greedy, GFLOP/s")[1:] == ["500 (50%)", "-"]
+    short = report.markdown(replace(run, bytes_per_weight={"ours": 1.5}))
+    assert row(short, "one stream, greedy, GB/s")[1:] == ["15.0 (38%)", "10.6 (27%)"]
 
 
 def test_results_survive_their_file(tmp_path: Path) -> None:
