@@ -12,7 +12,7 @@ import httpx
 import pytest
 import tokenizers
 import torch
-from transformers import GenerationConfig, GptOssConfig
+from transformers import GenerationConfig
 
 from tests.e2e.scoring import check_bf16, log_probabilities, served_log_probabilities
 from tests.model.folders import (
@@ -21,6 +21,7 @@ from tests.model.folders import (
     VOCAB,
     gpt_oss_mxfp4_tensors,
     load_gpt_oss_mxfp4,
+    tiny_gpt_oss,
     write_gpt_oss_mxfp4,
     write_tokenizer,
 )
@@ -30,19 +31,7 @@ QUESTION = "What must a redistribution retain? Say all of it, in the order of th
 CHAT = f"<|start|>user<|message|>{QUESTION}<|end|><|start|>assistant"
 OUTPUTS = 24
 DTYPES = (torch.float32, torch.bfloat16)
-CONFIG = GptOssConfig(
-    vocab_size=VOCAB,
-    hidden_size=64,
-    intermediate_size=96,
-    num_hidden_layers=4,
-    num_attention_heads=8,
-    num_key_value_heads=2,
-    head_dim=16,
-    sliding_window=16,
-    num_local_experts=6,
-    num_experts_per_tok=3,
-    max_position_embeddings=2048,
-)
+CONFIG = tiny_gpt_oss(vocab_size=VOCAB, sliding_window=16)
 
 
 @dataclass

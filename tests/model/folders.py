@@ -99,6 +99,23 @@ def write_xiaomi(folder: Path, **changes: Any) -> dict[str, torch.Tensor]:
     return tensors
 
 
+def tiny_gpt_oss(**changes: Any) -> GptOssConfig:
+    sizes: dict[str, Any] = {
+        "vocab_size": 97,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "sliding_window": 13,
+        "num_local_experts": 6,
+        "num_experts_per_tok": 3,
+        "max_position_embeddings": 2048,
+    }
+    return GptOssConfig(**(sizes | changes))
+
+
 def gpt_oss_mxfp4_tensors(config: GptOssConfig, *, seed: int = 0) -> dict[str, torch.Tensor]:
     """A random gpt-oss in the published names: experts in blocks and scales, everything else plain."""
     generator = torch.Generator().manual_seed(seed)

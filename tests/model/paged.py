@@ -123,3 +123,25 @@ class PagedSequences:
                 self.arena.page_bytes(PageKind.WINDOW, page).view(self.arena.dtype).fill_(self.poison)
             self.free[PageKind.WINDOW].insert(self.random.randrange(len(self.free[PageKind.WINDOW]) + 1), page)
         self.oldest_window_page[slot] = max(self.oldest_window_page[slot], first_seen)
+
+
+def random_texts(vocab: int, lengths: Sequence[int], seed: int = 1) -> list[list[int]]:
+    generator = random.Random(seed)
+    return [[generator.randrange(vocab) for _ in range(length)] for length in lengths]
+
+
+def run_interleaved(
+    sequences: PagedSequences, texts: list[list[int]], chunks: tuple[int, ...], seed: int = 2
+) -> list[Tensor]:
+    """Feed all texts, a random subset of the sequences a step, each with a random chunk; results per sequence."""
+    generator = random.Random(seed)
+    parts: list[list[Tensor]] = [[] for _ in texts]
+    while unfinished := [slot for slot, text in enumerate(texts) if sequences.known[slot] < len(text)]:
+        chosen = generator.sample(unfinished, generator.randint(1, len(unfinished)))
+        rows = []
+        for slot in chosen:
+            start = sequences.known[slot]
+            rows.append((slot, texts[slot][start : start + generator.choice(chunks)]))
+        for slot, result in zip(chosen, sequences.step(rows), strict=True):
+            parts[slot].append(result)
+    return [torch.cat(part) for part in parts]

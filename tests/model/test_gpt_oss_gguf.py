@@ -11,7 +11,7 @@ import pytest
 import torch
 from gguf.constants import GGMLQuantizationType
 from torch import Tensor
-from transformers import GptOssConfig, GptOssForCausalLM
+from transformers import GptOssForCausalLM
 
 from kernels.mxfp4 import Mxfp4
 from server.errors import StartupError
@@ -20,21 +20,10 @@ from server.model.families import spec_from_gguf
 from server.model.gguf_file import GGUFFile
 from server.model.weights import MoEWeights, checkpoint_bytes, load_weights, weight_bytes
 from tests.model.checkpoints import distinct_tensors
+from tests.model.folders import tiny_gpt_oss
 from tests.model.paged import PagedSequences
 
-CONFIG = GptOssConfig(
-    vocab_size=97,
-    hidden_size=64,
-    intermediate_size=96,
-    num_hidden_layers=4,
-    num_attention_heads=8,
-    num_key_value_heads=2,
-    head_dim=16,
-    sliding_window=13,
-    num_local_experts=5,
-    num_experts_per_tok=2,
-    max_position_embeddings=2048,
-)
+CONFIG = tiny_gpt_oss(num_local_experts=5, num_experts_per_tok=2)
 METADATA: dict[str, int | float | str] = {
     "block_count": 4,
     "context_length": 2048,

@@ -11,7 +11,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import GptOssConfig
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from kernels.mxfp4 import Mxfp4
@@ -21,22 +20,10 @@ from server.model.families import spec_from_config
 from server.model.spec import ModelSpec
 from server.model.weights import MoEWeights, Weights, checkpoint_bytes, load_weights, weight_bytes
 from tests.model.checkpoints import PRO_CONFIG, distinct_tensors, load_folder, pro_tensors, write_checkpoint
-from tests.model.folders import gpt_oss_mxfp4_tensors, load_gpt_oss_mxfp4, write_gpt_oss_mxfp4
+from tests.model.folders import gpt_oss_mxfp4_tensors, load_gpt_oss_mxfp4, tiny_gpt_oss, write_gpt_oss_mxfp4
 from tests.model.paged import PagedSequences
 
-CONFIG = GptOssConfig(
-    vocab_size=97,
-    hidden_size=64,
-    intermediate_size=96,
-    num_hidden_layers=4,
-    num_attention_heads=8,
-    num_key_value_heads=2,
-    head_dim=16,
-    sliding_window=13,
-    num_local_experts=6,
-    num_experts_per_tok=3,
-    max_position_embeddings=2048,
-)
+CONFIG = tiny_gpt_oss()
 TEXT = torch.randint(0, 97, (150,), generator=torch.Generator().manual_seed(1)).tolist()
 
 Tensors = dict[str, Tensor]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import GptOssConfig, GptOssForCausalLM
+from transformers import GptOssForCausalLM
 
 from kernels.native.kernels import NativeKernels
 from kernels.native.packed import PackedMatrix
@@ -22,21 +22,10 @@ from server.model.json_file import read_json_object
 from server.model.spec import ModelSpec
 from server.model.weights import Weights, load_weights, weight_bytes
 from tests.model.checkpoints import write_checkpoint
-from tests.model.folders import gpt_oss_mxfp4_tensors, write_gpt_oss_mxfp4
+from tests.model.folders import gpt_oss_mxfp4_tensors, tiny_gpt_oss, write_gpt_oss_mxfp4
 from tests.model.stored_forms import FORMS, FP8_CONFIG, V25_CONFIG, exact_tensors
 
-GPT_OSS = GptOssConfig(
-    vocab_size=96,
-    hidden_size=64,
-    intermediate_size=96,
-    num_hidden_layers=2,
-    num_attention_heads=8,
-    num_key_value_heads=2,
-    head_dim=16,
-    num_local_experts=3,
-    num_experts_per_tok=2,
-    max_position_embeddings=2048,
-)
+GPT_OSS = tiny_gpt_oss(vocab_size=96, num_hidden_layers=2, num_local_experts=3, num_experts_per_tok=2)
 """Every matrix has whole panels of 32 rows."""
 
 

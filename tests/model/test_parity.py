@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import random
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -35,7 +34,7 @@ from server.model.weights import Weights, load_weights
 from tests.model.checkpoints import PRO_CONFIG, load_folder, pro_tensors, write_checkpoint, write_gguf
 from tests.model.dense_reference import mimo_logits
 from tests.model.oracle import transformers_model_from_gguf
-from tests.model.paged import PagedSequences
+from tests.model.paged import PagedSequences, random_texts, run_interleaved
 
 TOLERANCE = 1e-4
 GREEDY_TOKENS = 12
@@ -204,33 +203,11 @@ def oracle_logits(oracle: PreTrainedModel, tokens: list[int]) -> Tensor:
     return oracle(torch.tensor([tokens])).logits[0]
 
 
-def prompts(vocab: int, lengths: tuple[int, ...], seed: int = 1) -> list[list[int]]:
-    generator = random.Random(seed)
-    return [[generator.randrange(vocab) for _ in range(length)] for length in lengths]
-
-
-def run_interleaved(
-    sequences: PagedSequences, texts: list[list[int]], chunks: tuple[int, ...], seed: int = 2
-) -> list[Tensor]:
-    """Feed all texts, a random subset of the sequences a step, each with the next chunk size; logits per sequence."""
-    generator = random.Random(seed)
-    parts: list[list[Tensor]] = [[] for _ in texts]
-    while unfinished := [slot for slot, text in enumerate(texts) if sequences.known[slot] < len(text)]:
-        chosen = generator.sample(unfinished, generator.randint(1, len(unfinished)))
-        rows = []
-        for slot in chosen:
-            start = sequences.known[slot]
-            rows.append((slot, texts[slot][start : start + generator.choice(chunks)]))
-        for slot, logits in zip(chosen, sequences.step(rows), strict=True):
-            parts[slot].append(logits)
-    return [torch.cat(part) for part in parts]
-
-
 @pytest.mark.parametrize("chunks", [(1,), (7,), (64,), (10_000,), (1, 7, 64, 150)], ids=str)
 def test_logits_equal_the_oracle_at_every_position_in_any_chunking(model: Model, chunks: tuple[int, ...]) -> None:
     oracle, spec, weights = model
     lengths = (130, 61, 3) if chunks == (1,) else (320, 131, 64, 17, 1)
-    texts = prompts(spec.vocab, lengths)
+    texts = random_texts(spec.vocab, lengths)
     sequences = PagedSequences(spec, weights, page_tokens=4, tokens=1024)
     for text, logits in zip(texts, run_interleaved(sequences, texts, chunks), strict=True):
         error = (logits - oracle_logits(oracle, text)).abs().max()
@@ -240,7 +217,7 @@ def test_logits_equal_the_oracle_at_every_position_in_any_chunking(model: Model,
 @pytest.mark.parametrize("page_tokens", [1, 16])
 def test_page_size_changes_nothing(model: Model, page_tokens: int) -> None:
     oracle, spec, weights = model
-    texts = prompts(spec.vocab, (140, 33))
+    texts = random_texts(spec.vocab, (140, 33))
     sequences = PagedSequences(spec, weights, page_tokens=page_tokens, tokens=512)
     for text, logits in zip(texts, run_interleaved(sequences, texts, (1, 7, 64)), strict=True):
         assert (logits - oracle_logits(oracle, text)).abs().max() <= TOLERANCE
@@ -248,7 +225,7 @@ def test_page_size_changes_nothing(model: Model, page_tokens: int) -> None:
 
 def test_greedy_continuations_are_equal(model: Model) -> None:
     oracle, spec, weights = model
-    texts = prompts(spec.vocab, (200, 90, 21, 2), seed=3)
+    texts = random_texts(spec.vocab, (200, 90, 21, 2), seed=3)
     sequences = PagedSequences(spec, weights, page_tokens=4, tokens=1024)
     last = [logits[-1:] for logits in run_interleaved(sequences, texts, (30, 64))]
     ours = [list(text) for text in texts]
@@ -264,7 +241,7 @@ def test_greedy_continuations_are_equal(model: Model) -> None:
 
 def test_garbage_in_unseen_memory_does_not_change_a_bit(model: Model) -> None:
     _, spec, weights = model
-    texts = prompts(spec.vocab, (150, 40, 9))
+    texts = random_texts(spec.vocab, (150, 40, 9))
     runs = []
     for poison in (0.0, 3e4, -7e28):
         sequences = PagedSequences(spec, weights, page_tokens=4, tokens=512, poison=poison)
@@ -279,7 +256,7 @@ def test_bf16_is_as_close_to_fp32_as_transformers_is(model: Model, tmp_path: Pat
     _, weights = load_folder(tmp_path, dtype=torch.bfloat16)
     in_bf16 = copy.deepcopy(oracle).to(torch.bfloat16)
     # Long enough that the few large errors, where rounding changes which expert is chosen, are no matter of luck.
-    texts = prompts(spec.vocab, (150, 80, 200, 200, 200, 120))
+    texts = random_texts(spec.vocab, (150, 80, 200, 200, 200, 120))
     sequences = PagedSequences(spec, weights, page_tokens=4, tokens=1200, dtype=torch.bfloat16)
     ours, theirs = [], []
     for text, logits in zip(texts, run_interleaved(sequences, texts, (1, 7, 64)), strict=True):
@@ -303,7 +280,7 @@ def pro_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_mimo_pro_equals_its_description(pro_folder: Path, window_keys: int | None) -> None:
     spec, weights = load_folder(pro_folder, window_keys=window_keys)
     assert len(spec.mtp_layers) == 3
-    texts = prompts(spec.vocab, (800, 140), seed=4)
+    texts = random_texts(spec.vocab, (800, 140), seed=4)
     sequences = PagedSequences(spec, weights, page_tokens=16, tokens=1600)
     for text, logits in zip(texts, run_interleaved(sequences, texts, (1, 64, 100, 300)), strict=True):
         expected = mimo_logits(PRO_CONFIG, pro_tensors(PRO_CONFIG), torch.tensor(text), window_keys or 129)
@@ -312,7 +289,7 @@ def test_mimo_pro_equals_its_description(pro_folder: Path, window_keys: int | No
 
 
 def test_the_window_option_of_mimo_matters(pro_folder: Path) -> None:
-    text = prompts(128, (200,), seed=5)[0]
+    text = random_texts(128, (200,), seed=5)[0]
     results = []
     for window_keys in (128, 129):
         spec, weights = load_folder(pro_folder, window_keys=window_keys)
@@ -335,7 +312,7 @@ def test_gguf_divisors_of_the_frequencies_are_applied(tmp_path: Path) -> None:
     file = GGUFFile(path)
     spec = spec_from_gguf(file)
     weights = load_weights(spec, GGUFCheckpoint(file), torch.float32)
-    text = prompts(spec.vocab, (300,))[0]
+    text = random_texts(spec.vocab, (300,))[0]
     logits = PagedSequences(spec, weights, tokens=512).step([(0, text)])[0]
     assert (logits - oracle_logits(oracle, text)).abs().max() <= TOLERANCE
 

@@ -14,7 +14,7 @@ from server.model.native_decoder import NativeDecoder
 from server.model.spec import Activation, DenseSpec, LayerSpec, ModelSpec
 from server.model.weights import Weights
 from server.step import PageKind
-from tests.model.paged import PagedSequences
+from tests.model.paged import PagedSequences, random_texts, run_interleaved
 from tests.native.conftest import MakeKernels
 from tests.native.models import (
     SPECS,
@@ -42,25 +42,7 @@ def model(request: pytest.FixtureRequest) -> Model:
 
 
 def texts_of(*lengths: int, seed: int = 1) -> list[list[int]]:
-    generator = random.Random(seed)
-    return [[generator.randrange(VOCAB) for _ in range(length)] for length in lengths]
-
-
-def interleaved(
-    sequences: PagedSequences, texts: list[list[int]], chunks: tuple[int, ...], seed: int = 2
-) -> list[Tensor]:
-    """Feed all texts, a random subset of the sequences a step, each with a random chunk; results per sequence."""
-    generator = random.Random(seed)
-    parts: list[list[Tensor]] = [[] for _ in texts]
-    while unfinished := [slot for slot, text in enumerate(texts) if sequences.known[slot] < len(text)]:
-        chosen = generator.sample(unfinished, generator.randint(1, len(unfinished)))
-        rows = []
-        for slot in chosen:
-            start = sequences.known[slot]
-            rows.append((slot, texts[slot][start : start + generator.choice(chunks)]))
-        for slot, result in zip(chosen, sequences.step(rows), strict=True):
-            parts[slot].append(result)
-    return [torch.cat(part) for part in parts]
+    return random_texts(VOCAB, lengths, seed)
 
 
 def whole(sequences: PagedSequences, texts: list[list[int]]) -> list[Tensor]:
@@ -76,8 +58,10 @@ def test_hidden_states_are_as_close_to_fp32_as_the_reference_in_bf16(model: Mode
     spec, weights = model
     texts = texts_of(330, 150, 64, 17, 1)
     expected = torch.cat(whole(reference_sequences(spec, weights, torch.float32, tokens=1024), texts))
-    plain = torch.cat(interleaved(reference_sequences(spec, weights, torch.bfloat16, tokens=1024), texts, (1, 7, 64)))
-    ours = torch.cat(interleaved(native_sequences(spec, weights, make_kernels(), tokens=1024), texts, (1, 7, 64)))
+    plain = torch.cat(
+        run_interleaved(reference_sequences(spec, weights, torch.bfloat16, tokens=1024), texts, (1, 7, 64))
+    )
+    ours = torch.cat(run_interleaved(native_sequences(spec, weights, make_kernels(), tokens=1024), texts, (1, 7, 64)))
     assert ours.dtype is torch.bfloat16
     errors, reference = (ours.float() - expected).abs(), (plain.float() - expected).abs()
     assert errors.median() <= 1.1 * reference.median() + 1e-3
@@ -99,7 +83,7 @@ def test_chunks_batches_pages_and_threads_change_no_bit(model: Model, make_kerne
         sequences = native_sequences(
             spec, weights, kernels, page_tokens=page_tokens, tokens=1024, poison=poison, seed=threads
         )
-        for text, ours, alone in zip(texts, interleaved(sequences, texts, chunks), expected, strict=True):
+        for text, ours, alone in zip(texts, run_interleaved(sequences, texts, chunks), expected, strict=True):
             same = (ours == alone).all(-1)
             assert same.all(), f"{threads} threads, chunks of {chunks}: token {int(same.int().argmin())} of {len(text)}"
 
@@ -238,7 +222,7 @@ def test_int8_weights_are_near_and_their_embedding_is_that_of_the_head(make_kern
         for threads, chunks in ((1, (10_000,)), (3, (1, 5, 60))):
             kernels = make_kernels(threads, int8=True)
             sequences = native_sequences(spec, weights, kernels, embeds_from_head=shared)
-            runs.append(torch.cat(interleaved(sequences, texts, chunks)))
+            runs.append(torch.cat(run_interleaved(sequences, texts, chunks)))
         assert torch.equal(*runs)
         assert (runs[0].float() - expected).abs().median() < 0.12 * expected.abs().median()
 
