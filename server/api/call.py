@@ -123,11 +123,17 @@ class Call:
         self.status = status
         lines = [(name.encode("latin-1"), value.encode("latin-1", "replace")) for name, value in headers.items()]
         lines.append((b"x-request-id", self.request_id.encode()))
-        await self._put({"type": "http.response.start", "status": status, "headers": lines})
+        try:
+            await self._send({"type": "http.response.start", "status": status, "headers": lines})
+        except OSError:
+            self.lost()
 
     async def write(self, data: bytes, *, more: bool) -> None:
         self.ended = not more
-        await self._put({"type": "http.response.body", "body": data, "more_body": more})
+        try:
+            await self._send({"type": "http.response.body", "body": data, "more_body": more})
+        except OSError:
+            self.lost()
 
     async def respond(self, status: int, body: bytes, headers: Headers | None = None) -> None:
         """A whole response; of a HEAD only the headers are sent."""
@@ -141,9 +147,3 @@ class Call:
     @property
     def counted_status(self) -> int:
         return CLIENT_GONE_STATUS if self.gone and not self.ended else self.status or 500
-
-    async def _put(self, message: dict[str, Any]) -> None:
-        try:
-            await self._send(message)
-        except OSError:
-            self.lost()

@@ -36,7 +36,8 @@ class EventChannel:
 
     def __init__(self, *, max_bytes: int, on_overflow: Callable[[], object]) -> None:
         self._events: deque[Event] = deque()
-        self._wake = asyncio.Event()
+        self._awake = False  # take need not wait
+        self._sleeper: asyncio.Future[None] | None = None  # take, while it waits
         self._max_bytes = max_bytes
         self._on_overflow = on_overflow
         self._held_bytes = 0
@@ -52,19 +53,27 @@ class EventChannel:
             event = ChoiceFailed(choice=event.choice, error=_too_slow())
             asyncio.get_running_loop().call_soon(self._on_overflow)
         self._events.append(event)
-        self._wake.set()
+        self.wake()
 
     def wake(self) -> None:
-        """Let the handler look up, though nothing came."""
-        self._wake.set()
+        """Let the handler look up, whether or not something came."""
+        self._awake = True
+        if self._sleeper is not None and not self._sleeper.done():
+            self._sleeper.set_result(None)
 
     async def take(self, at_most: int) -> list[Event]:
-        """The next events; empty if only `wake` was called."""
-        await self._wake.wait()
+        """The next events; empty if only `wake` was called. One handler at a time."""
+        if not self._awake:
+            self._sleeper = asyncio.get_running_loop().create_future()
+            await self._sleeper
         if len(self._events) <= at_most:
-            self._wake.clear()
-        events = [self._events.popleft() for _ in range(min(at_most, len(self._events)))]
-        self._held_bytes -= sum(map(held_bytes, events))
+            events = list(self._events)
+            self._events.clear()
+            self._held_bytes = 0
+            self._awake = False
+        else:
+            events = [self._events.popleft() for _ in range(at_most)]
+            self._held_bytes -= sum(map(held_bytes, events))
         return events
 
     @property
@@ -131,13 +140,13 @@ class Endings:
                 self._violated(event)
                 continue
             match event:
-                case ChoiceFailed():
-                    return shown, event.error
+                case TextDelta():
+                    shown.append(event)
                 case ChoiceFinished():
                     self._open.remove(event.choice)
                     shown.append(event)
-                case TextDelta():
-                    shown.append(event)
+                case ChoiceFailed():
+                    return shown, event.error
         return shown, None
 
     def broken(self, error: BaseException) -> TwinpaneError:

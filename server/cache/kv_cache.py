@@ -39,6 +39,9 @@ class Reservation:
     writes: tuple[TableWrite, ...] = ()
 
 
+PAGES_ARE_THERE = Reservation(granted=True)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PageDemand:
     """So many pages of each kind."""
@@ -145,7 +148,7 @@ class KVCache:
         first = len(row.full)
         more = self.pages_for(stop) - first
         if more <= 0:
-            return Reservation(granted=True)
+            return PAGES_ARE_THERE
         window_more = more if self.layout.has_window else 0
         if not self._slabs.fits_packed(full=more, window=window_more):
             return Reservation(granted=False)

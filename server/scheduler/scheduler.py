@@ -81,6 +81,7 @@ class Scheduler:
         self._config = config
         self._cache = cache
         self._on_end = on_end
+        self._chunk_tokens = min(config.prefill_chunk_tokens, config.step_token_budget)
         self.context_tokens = cache.usable_tokens(context_tokens, self._chunk_tokens)
         self._requests: dict[RequestId, _Accepted] = {}
         self._sequences: dict[SequenceId, Sequence] = {}
@@ -190,9 +191,9 @@ class Scheduler:
             return None
         self._short = False
         building = _PlanBuilder(step_id=self._next_step, budget=self._config.step_token_budget)
-        for sequence in self._running_order():
-            if sequence.id in self._running and building.budget > 0 and sequence.pending_tokens > 0:
-                self._plan_row(sequence, building)
+        for sequence, pending in self._running_order():
+            if building.budget > 0 and sequence.id in self._running:
+                self._plan_row(sequence, pending, building)
         self._admit(building, now)
         if not building.rows and not building.moves and not building.opened:
             return None
@@ -212,9 +213,11 @@ class Scheduler:
         Rows of sequences that are gone or were preempted since the plan was made are dropped.
         """
         self._cache.end_step(plan.step_id)
-        generated = prompt = 0
+        computed = generated = prompt = 0
         gaps: list[float] = []
         for row, outcome in zip(plan.rows, result.rows, strict=True):
+            stop = row.stop
+            computed += stop - row.start
             sequence = self._running.get(row.sequence)
             if sequence is None or sequence.epoch != row.epoch:
                 continue
@@ -223,8 +226,8 @@ class Scheduler:
                 self.fail(sequence.request.request_id, EngineFailed(outcome.failure), now)
                 continue
             assert sequence.computed_tokens == row.start
-            prompt += sequence.advance(row.stop)
-            self._cache.commit(sequence.id, row.stop)
+            prompt += sequence.advance(stop)
+            self._cache.commit(sequence.id, stop)
             if row.samples:
                 assert outcome.token is not None, "a row that samples brings a token"
                 generated += 1
@@ -237,7 +240,7 @@ class Scheduler:
             waiting=self.waiting,
             full_usage=self._cache.usage(PageKind.FULL),
             window_usage=self._cache.usage(PageKind.WINDOW),
-            step_tokens=plan.token_count,
+            step_tokens=computed,
             generated_tokens=generated,
             prompt_tokens=prompt,
             stranded_bytes=self._cache.stranded_bytes(),
@@ -245,6 +248,15 @@ class Scheduler:
             step_s=result.device_s,
             token_gaps_s=tuple(gaps),
         )
+
+    def skip(self, plan: StepPlan) -> None:
+        """Take back a step that was not run, oldest first. Nothing can be planned afterwards: its openings and table
+        entries never reached the device."""
+        self._cache.end_step(plan.step_id)
+        for row in plan.rows:
+            sequence = self._running.get(row.sequence)
+            if sequence is not None and sequence.epoch == row.epoch:
+                sequence.planned_tokens = sequence.computed_tokens
 
     def check(self) -> None:
         """Assert that queue, running set, slots, requests and cache tell one story."""
@@ -263,26 +275,30 @@ class Scheduler:
 
     # --- inside ---------------------------------------------------------------------------------------------------
 
-    @property
-    def _chunk_tokens(self) -> int:
-        return min(self._config.prefill_chunk_tokens, self._config.step_token_budget)
-
-    def _running_order(self) -> list[Sequence]:
-        """The longest waiting first, so that memory always comes to it; then decodes, then prompts, each by key."""
+    def _running_order(self) -> list[tuple[Sequence, int]]:
+        """Who has tokens to plan, and how many. The longest waiting first, so that memory always comes to it; then
+        decodes, then prompts, each by key."""
         if not self._running:
             return []
         oldest = self._oldest()
-        return sorted(self._running.values(), key=lambda s: (s is not oldest, s.pending_tokens > 1, s.order))
+        order = [
+            (sequence is not oldest, pending > 1, sequence.key, sequence.id, sequence, pending)
+            for sequence in self._running.values()
+            if (pending := sequence.pending_tokens) > 0
+        ]
+        order.sort()  # ids differ, so no comparison goes further
+        return [(sequence, pending) for *_, sequence, pending in order]
 
     def _oldest(self) -> Sequence:
-        return min(self._running.values(), key=lambda s: s.age_order)
+        """The longest waiting one that runs."""
+        return min([(s.request.arrival_s, s.id, s) for s in self._running.values()])[-1]
 
-    def _plan_row(self, sequence: Sequence, building: _PlanBuilder) -> bool:
-        """Give a running sequence its next tokens; preempts others, in the end itself, when memory is dry."""
+    def _plan_row(self, sequence: Sequence, pending: int, building: _PlanBuilder) -> bool:
+        """Give a running sequence its next pending tokens; preempts others, in the end itself, when memory is dry."""
         assert sequence.slot is not None
-        known, expected = sequence.known_tokens, sequence.expected_tokens
+        known = sequence.known_tokens
         start = sequence.planned_tokens
-        stop = start + min(sequence.pending_tokens, building.budget, self._chunk_tokens)
+        stop = start + min(pending, building.budget, self._chunk_tokens)
         while True:
             reservation = self._cache.reserve(sequence.id, stop)
             building.moves += reservation.moves
@@ -298,14 +314,14 @@ class Scheduler:
             self._preempt(victim)
             if victim is sequence:
                 return False
-        samples = stop == expected
+        samples = stop == start + pending
         building.rows.append(
             RowPlan(
                 slot=sequence.slot,
                 sequence=sequence.id,
                 epoch=sequence.epoch,
                 start=start,
-                tokens=sequence.tokens(start, min(stop, known)),
+                tokens=sequence.tokens(start, min(stop, known)) if start < known else (),
                 samples=samples,
                 suppress_stop=samples and stop - len(sequence.request.prompt_tokens) < sequence.request.stop.min_tokens,
                 follows=sequence.last_step if stop > known else None,
@@ -339,7 +355,7 @@ class Scheduler:
             if accepted.started_s is None:
                 accepted.started_s = now
             building.opened.append(sequence.opening())
-            if not self._plan_row(sequence, building):
+            if not self._plan_row(sequence, sequence.pending_tokens, building):
                 return
 
     def _outstanding(self) -> PageDemand:

@@ -37,30 +37,18 @@ class Sequence:
         return len(self.request.prompt_tokens) + len(self.output_tokens)
 
     @property
-    def expected_tokens(self) -> int:
-        """Known tokens, and those that steps in flight sample: once every known one is planned, each row adds one."""
-        return max(self.known_tokens, self.planned_tokens + 1)
-
-    @property
     def pending_tokens(self) -> int:
-        """How many tokens can be planned: none if one that a step in flight samples is certainly the last."""
-        expected = self.expected_tokens
-        last = len(self.request.prompt_tokens) + self.request.stop.max_tokens
-        if expected > self.known_tokens and expected >= last:
-            return 0
-        return expected - self.planned_tokens
-
-    @property
-    def order(self) -> tuple[float, int]:
-        return self.key, self.id
-
-    @property
-    def age_order(self) -> tuple[float, int]:
-        """Longest waiting first."""
-        return self.request.arrival_s, self.id
+        """How many tokens can be planned. Once every known one is, it is the one that a step in flight samples: each
+        row adds one, and none follows on one that is certainly the last."""
+        prompt_tokens, planned = len(self.request.prompt_tokens), self.planned_tokens
+        known = prompt_tokens + len(self.output_tokens)
+        if planned < known:
+            return known - planned
+        return 1 if planned + 1 < prompt_tokens + self.request.stop.max_tokens else 0
 
     def __lt__(self, other: Sequence) -> bool:
-        return self.order < other.order
+        """By key, and then in the order of arrival."""
+        return (self.key, self.id) < (other.key, other.id)
 
     def advance(self, computed_tokens: int) -> int:
         """Note progress; returns how many prompt tokens were computed that never were before."""

@@ -20,11 +20,14 @@ class Detokenizer:
     def __init__(self, tokenizer: Tokenizer, *, skip_special: bool) -> None:
         self._tokenizer = tokenizer
         self._skip_special = skip_special
-        self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._held = b""  # the beginning of a character
 
     def push(self, token_id: int) -> str:
         """The characters that this token completes: often none, when it ends inside one."""
-        return self._utf8.decode(self.text_bytes(token_id))
+        data = self._held + self.text_bytes(token_id)
+        text, read = codecs.utf_8_decode(data, "replace", False)
+        self._held = data[read:]
+        return text
 
     def text_bytes(self, token_id: int) -> bytes:
         """What this token adds to the text: its bytes, unless it is a control token and those are skipped."""
@@ -34,11 +37,10 @@ class Detokenizer:
     @property
     def held_bytes(self) -> int:
         """Bytes of a character that has begun and not ended: 0 to 3."""
-        held, _ = self._utf8.getstate()
-        return len(held)
+        return len(self._held)
 
     def flush(self) -> str:
         """The end of the text: what is held turns out to be no character, so it is U+FFFD."""
-        text = self._utf8.decode(b"", final=True)
-        self._utf8.reset()
+        text = self._held.decode(errors="replace")
+        self._held = b""
         return text

@@ -90,8 +90,9 @@ class TextOutput:
         start = self._read_chars
         text = self._detokenizer.push(token.token_id)
         self._read_chars += len(text)
-        self._note_logprob(token, start)
-        if self._tokens <= self._rules.min_tokens:
+        if self._logprobs:
+            self._note_logprob(token, start)
+        if self._stops.empty or self._tokens <= self._rules.min_tokens:
             self._show(text)
         elif matched := self._show_until_stop(text):
             return self._finish(FinishReason.STOP, matched)
@@ -146,8 +147,6 @@ class TextOutput:
 
     def _note_logprob(self, token: SampledToken, start: int) -> None:
         """Queue this token's log-probability, and settle where the text of earlier tokens ends."""
-        if not self._logprobs:
-            return
         spell = self._tokenizer.token_bytes
         held = self._detokenizer.held_bytes
         if held <= len(self._detokenizer.text_bytes(token.token_id)):  # all bytes of earlier tokens are in the text now

@@ -33,6 +33,8 @@ class StopStrings:
         self._state = self._automaton.root if self._automaton else None
         self._include_stop = include_stop
         self._held = ""
+        self.empty = not kept
+        """There is nothing to look for: all text may be shown."""
 
     def push(self, text: str) -> Visible:
         """Take more text. After a match no more may be pushed."""

@@ -347,10 +347,10 @@ def test_memory_always_comes_to_the_longest_waiting_and_shortage_falls_on_the_la
     choices: list[int] = []
     planned: set[int] = set()
 
-    def noting(sequence: Sequence, plan: Any) -> bool:
+    def noting(sequence: Sequence, pending: int, plan: Any) -> bool:
         planned.clear()
         planned.update(plan.planned)
-        return plan_row(sequence, plan)
+        return plan_row(sequence, pending, plan)
 
     def watched(victim: Sequence) -> None:
         running = list(scheduler._running.values())
