@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import sys
 import time
 from collections import deque
 from collections.abc import Callable
@@ -23,6 +24,10 @@ log = logging.getLogger("twinpane.engine")
 
 STEPS_IN_FLIGHT = 2
 """One on the device, and the next one handed over before it ends."""
+
+SWITCH_INTERVAL_S = 50e-6
+"""After so long a thread leaves the interpreter's lock to one that waits for it. With Python's 5 ms the device thread,
+on its way from one step to the next, would stand still until the loop has written the texts of all streams."""
 
 
 class Runner(Protocol):
@@ -55,10 +60,12 @@ class _Ran:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _InFlight:
-    """A step that was handed to the device. delayed: it could have been handed over earlier."""
+    """A step of so many tokens that was handed to the device. delayed: it could have been handed over earlier. done is
+    None for a step that was skipped."""
 
     plan: StepPlan
-    done: asyncio.Future[_Ran]
+    tokens: int
+    done: asyncio.Future[_Ran | None]
     handed_s: float
     delayed: bool
 
@@ -151,14 +158,16 @@ class InferenceEngine:
     # --- life -----------------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Begin to take requests. Call on the event loop that will call every other method."""
+        """Begin to take requests. Call on the event loop that will call every other method. Sets the interpreter's
+        switch interval."""
+        sys.setswitchinterval(SWITCH_INTERVAL_S)
         self._state = EngineState.READY
         self._task = asyncio.create_task(self._run(), name="engine")
 
     async def stop(self, limit_s: float = 10.0) -> bool:
-        """End the loop after the steps that are in flight; what is still accepted fails.
+        """End the loop after the step that is on the device; what is still accepted fails.
 
-        False if they do not end within limit_s: the thread hangs, and only ending the process can stop it.
+        False if it does not end within limit_s: the thread hangs, and only ending the process can stop it.
         """
         if self._state is not EngineState.FAILED:
             self._state = EngineState.STOPPED
@@ -226,7 +235,7 @@ class InferenceEngine:
         moment was already over."""
         step = self._in_flight[0]
         started_s = max(step.handed_s, self._device_free_s)
-        left_s = started_s + self._pace.delay_s(step.plan.token_count) - time.perf_counter()
+        left_s = started_s + self._pace.delay_s(step.tokens) - time.perf_counter()
         if left_s <= 0:
             return False
         await asyncio.wait({step.done}, timeout=left_s)
@@ -238,7 +247,10 @@ class InferenceEngine:
         if plan is None:
             return False
         done = asyncio.get_running_loop().run_in_executor(self._device, self._run_on_device, plan)
-        self._in_flight.append(_InFlight(plan=plan, done=done, handed_s=time.perf_counter(), delayed=delayed))
+        handed_s = time.perf_counter()
+        self._in_flight.append(
+            _InFlight(plan=plan, tokens=plan.token_count, done=done, handed_s=handed_s, delayed=delayed)
+        )
         return True
 
     async def _take_back(self) -> None:
@@ -246,10 +258,13 @@ class InferenceEngine:
         step = self._in_flight[0]
         ran = await step.done
         self._in_flight.popleft()
+        if ran is None:
+            self._scheduler.skip(step.plan)
+            return
         facts = self._scheduler.commit(step.plan, ran.result, self._clock())
         self._last_progress_s = self._clock()
         self._device_free_s = ran.ended_s
-        self._pace.note_step(step.plan.token_count, ran.ended_s - ran.started_s)
+        self._pace.note_step(step.tokens, ran.ended_s - ran.started_s)
         if self._in_flight:
             behind = self._in_flight[0]
             self._pace.note_hand_over(slack_s=ran.ended_s - behind.handed_s, delayed=behind.delayed)
@@ -258,7 +273,11 @@ class InferenceEngine:
         if ran.broken:  # the requests or the device? one client's requests must not end the server
             await asyncio.get_running_loop().run_in_executor(self._device, self._runner.check)
 
-    def _run_on_device(self, plan: StepPlan) -> _Ran:
+    def _run_on_device(self, plan: StepPlan) -> _Ran | None:
+        """On the device thread. A step that has not begun when the engine is stopped is skipped: it may be a long
+        prompt, and nobody would get anything of it."""
+        if self._state is EngineState.STOPPED:
+            return None
         started_s = time.perf_counter()
         result, broken = run_isolated(self._runner, plan)
         return _Ran(result=result, broken=broken, started_s=started_s, ended_s=time.perf_counter())

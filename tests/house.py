@@ -37,6 +37,10 @@ class WatchedScheduler(Scheduler):
         self.watch.take_back(plan.step_id)
         return super().commit(plan, result, now)
 
+    def skip(self, plan: StepPlan) -> None:
+        self.watch.take_back(plan.step_id)
+        super().skip(plan)
+
 
 class House:
     """Every request's prompt, outputs and ending are kept; the scheduler is checked after every step.

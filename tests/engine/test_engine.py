@@ -393,7 +393,24 @@ async def test_stopping_takes_back_every_step_in_flight() -> None:
     release.set()
     assert await stopping is True
     assert isinstance(output.ending, Unavailable)
-    assert len(output.tokens) == 2
+    assert len(output.tokens) == 1, "of the step on the device; the one behind it is taken back without a token"
+    house.assert_empty()
+
+
+async def test_stopping_waits_for_the_step_on_the_device_only() -> None:
+    """Each step takes most of the limit, so the one behind it must not be begun."""
+    house = House()
+    await house.engine.start()
+    inside = threading.Event()
+    house.device.before_step = lambda _plan: void((inside.set(), time.sleep(0.3)))
+    outputs = [house.submit(f"{number}", (number, 2), outputs=50)[0] for number in range(3)]
+    while len(house.engine._in_flight) < 2 or not inside.is_set():
+        await asyncio.sleep(0.001)
+    assert await house.engine.stop(limit_s=0.5) is True
+    assert house.device.steps == 1
+    assert all(isinstance(output.ending, Unavailable) for output in outputs)
+    assert [facts.outcome for facts in house.metrics.ended] == ["error"] * 3
+    assert len(house.metrics.steps) == 1
     house.assert_empty()
 
 
