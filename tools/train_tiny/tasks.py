@@ -1,0 +1,47 @@
+"""All grammars, and how often each is drawn."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from random import Random
+
+from tools.train_tiny import tasks_text, tasks_tools
+from tools.train_tiny.grammar import Draw, Scene
+
+GRAMMARS: dict[str, Callable[[Draw], Scene]] = {
+    "needle": tasks_text.needle,
+    "copy": tasks_text.copy,
+    "tool_call": tasks_tools.tool_call,
+    "tool_result": tasks_tools.tool_result,
+    "system": tasks_text.system,
+    "count": tasks_text.count,
+    "arithmetic": tasks_text.arithmetic,
+}
+
+SHORT_TOKENS = 192
+LONG_TOKENS = 768
+
+MIXTURE: dict[str, tuple[float, float]] = {
+    "needle": (0.30, 0.50),
+    "copy": (0.18, 0.14),
+    "tool_call": (0.17, 0.14),
+    "tool_result": (0.13, 0.12),
+    "system": (0.08, 0.04),
+    "count": (0.06, 0.03),
+    "arithmetic": (0.08, 0.03),
+}
+"""Share of the conversations at up to SHORT_TOKENS and from LONG_TOKENS on; linear between. Conversations of one length
+bring about the same number of tokens whatever their task, so these are shares of the tokens too."""
+
+TASKS = ("needle", "copy", "tool_call", "no_tool", "tool_result", "system", "count", "arithmetic")
+"""What a turn is scored as. Conversations of the grammar tool_call hold both tool_call and no_tool."""
+
+THINKING = 0.4
+"""Share of the conversations in which the assistant thinks before each answer."""
+
+
+def choose(rng: Random, tokens: int) -> str:
+    """A grammar for a conversation of so many tokens."""
+    place = min(1.0, max(0.0, (tokens - SHORT_TOKENS) / (LONG_TOKENS - SHORT_TOKENS)))
+    weights = [short + (long - short) * place for short, long in MIXTURE.values()]
+    return rng.choices(list(MIXTURE), weights)[0]
