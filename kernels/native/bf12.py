@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,9 +17,9 @@ QUAD = 4
 QUAD_BYTES = 192
 CODES = 16
 
-MOST_ESCAPES = 1 / 64
-"""Of the weights. An escape takes eight bytes: beyond, plain bf16 is hardly larger, and faster. Trained matrices have
-fewer than one in a thousand."""
+MOST_ESCAPES = 1 / 512
+"""Of the weights of a matrix. With one in 64 a product takes twice as long as of plain bf16, with one in a thousand it
+takes no longer; trained matrices have fewer."""
 
 _ROOM = 1024
 """Escapes that a call has room for besides MOST_ESCAPES of its weights."""
@@ -37,7 +37,7 @@ class Bf12Panels:
 
 
 class Bf12Packing:
-    """A plain matrix [..., N, K] whose panels are written as their rows come. Owner: the thread that fills it."""
+    """A plain matrix [..., N, K] whose panels are written as its rows come. Owner: the thread that fills it."""
 
     def __init__(self, lib: ctypes.CDLL, shape: Sequence[int]) -> None:
         *leading, self._rows, self._columns = shape
@@ -48,8 +48,14 @@ class Bf12Packing:
         self._data = WEIGHTS.empty(math.prod(size)).view(size)
         self._tables = WEIGHTS.empty(count * CODES).view(*leading, self._panels, CODES)
         self._counts = torch.zeros(count, dtype=torch.int64)
-        self._escapes: dict[int, Tensor] = {}  # by the first panel of those that were packed in one call
-        self._parts: dict[int, tuple[Tensor, int]] = {}  # panels of which some rows are missing, and how many are there
+        self._packed: dict[int, tuple[int, Tensor]] = {}  # by first panel: panels of one call, and their escapes
+        self._parts: dict[int, list[tuple[int, Tensor]]] = {}  # rows of panels of which some are missing, by lane
+        self._left = int(math.prod(shape) * MOST_ESCAPES)
+
+    @property
+    def is_worth_it(self) -> bool:
+        """Whether there are few enough escapes so far. Once it is false it stays so, in whichever order rows come."""
+        return self._left >= 0
 
     def put(self, start: int, rows: Tensor, expert: int | None = None) -> None:
         """rows [n, K] bf16; of all experts [E, n, K] where `expert` is None and the matrix has experts."""
@@ -60,40 +66,47 @@ class Bf12Packing:
         done, count, first_panel = 0, rows.shape[0], (expert or 0) * self._panels
         while done < count:
             panel, lane = divmod(start + done, PANEL)
-            lanes = min(PANEL, self._rows - panel * PANEL)
+            lanes = self._lanes(panel)
             if lane or count - done < lanes:
                 taken = min(lanes - lane, count - done)
-                self._put_part(first_panel, panel, lane, rows[done : done + taken])
+                self._put_part(first_panel + panel, lane, rows[done : done + taken])
             else:
-                whole = (count - done) // PANEL
-                taken = max(lanes, whole * PANEL)
-                self._pack(first_panel, panel, rows[done : done + taken])
+                taken = max(lanes, (count - done) // PANEL * PANEL)
+                self._pack(first_panel + panel, rows[done : done + taken])
             done += taken
 
     def done(self) -> Bf12Panels:
         assert not self._parts, "rows are missing"
-        escapes = [self._escapes[first] for first in sorted(self._escapes)]
-        starts = torch.zeros(len(self._counts) + 1, dtype=torch.int64)
-        torch.cumsum(self._counts, 0, out=starts[1:])
-        return Bf12Panels(
-            data=self._data,
-            tables=self._tables,
-            escapes=torch.cat(escapes) if escapes else torch.empty(0, 2, dtype=torch.int32),
-            starts=starts,
-        )
+        escapes = torch.cat([self._packed[first][1] for first in sorted(self._packed)])
+        return Bf12Panels(data=self._data, tables=self._tables, escapes=escapes, starts=_starts(self._counts))
 
-    def _put_part(self, first_panel: int, panel: int, lane: int, rows: Tensor) -> None:
-        lanes = min(PANEL, self._rows - panel * PANEL)
-        key = first_panel + panel
-        held, there = self._parts.get(key) or (torch.empty(lanes, self._columns, dtype=torch.bfloat16), 0)
-        held[lane : lane + rows.shape[0]] = rows
-        self._parts[key] = held, there + rows.shape[0]
-        if there + rows.shape[0] == lanes:
+    def put_so_far(self) -> Iterator[tuple[int, Tensor, int]]:
+        """What was put: the first row within its expert, rows [n, K] bf16, and the expert."""
+        data, tables = self._data.view(-1, *self._data.shape[-2:]), self._tables.view(-1, CODES)
+        for first, (count, escapes) in self._packed.items():
+            expert, panel = divmod(first, self._panels)
+            span = slice(first, first + count)
+            starts = _starts(self._counts[span])
+            rows = unpack(Bf12Panels(data=data[span], tables=tables[span], escapes=escapes, starts=starts))
+            left = self._rows - panel * PANEL
+            yield panel * PANEL, rows[:left, : self._columns], expert
+        for key, parts in self._parts.items():
+            expert, panel = divmod(key, self._panels)
+            for lane, rows in parts:
+                yield panel * PANEL + lane, rows, expert
+
+    def _lanes(self, panel: int) -> int:
+        """Rows of a panel of an expert: the last may have fewer."""
+        return min(PANEL, self._rows - panel * PANEL)
+
+    def _put_part(self, key: int, lane: int, rows: Tensor) -> None:
+        parts = self._parts.setdefault(key, [])
+        parts.append((lane, rows.clone()))
+        if sum(each.shape[0] for _, each in parts) == self._lanes(key % self._panels):
             del self._parts[key]
-            self._pack(first_panel, panel, held)
+            self._pack(key, torch.cat([each for _, each in sorted(parts, key=lambda part: part[0])]))
 
-    def _pack(self, first_panel: int, panel: int, rows: Tensor) -> None:
-        first = first_panel + panel
+    def _pack(self, first: int, rows: Tensor) -> None:
         panels = slice(first, first + -(-rows.shape[0] // PANEL))
         escapes = pack_rows(
             self._lib,
@@ -102,8 +115,8 @@ class Bf12Packing:
             self._tables.view(-1, CODES)[panels],
             self._counts[panels],
         )
-        if len(escapes):
-            self._escapes[first] = escapes
+        self._packed[first] = panels.stop - first, escapes
+        self._left -= len(escapes)
 
 
 def pack_rows(lib: ctypes.CDLL, rows: Tensor, data: Tensor, tables: Tensor, counts: Tensor) -> Tensor:
@@ -124,12 +137,9 @@ def pack_rows(lib: ctypes.CDLL, rows: Tensor, data: Tensor, tables: Tensor, coun
         room = found
 
 
-def is_worth_it(lib: ctypes.CDLL, rows: Tensor) -> bool:
-    """Whether a matrix whose first rows [n, K] these are has few enough escapes."""
-    some = rows[:PANEL]
-    data = torch.zeros(1, -(-some.shape[1] // QUAD), QUAD_BYTES, dtype=torch.uint8)
-    tables, counts = torch.zeros(1, CODES, dtype=torch.uint8), torch.zeros(1, dtype=torch.int64)
-    return len(pack_rows(lib, some, data, tables, counts)) <= some.numel() * MOST_ESCAPES
+def _starts(counts: Tensor) -> Tensor:
+    """[n] -> [n + 1]: where each of parts that follow each other begins, and where the last ends."""
+    return torch.cat((torch.zeros(1, dtype=torch.int64), counts.cumsum(0)))
 
 
 def unpack(panels: Bf12Panels) -> Tensor:

@@ -61,6 +61,7 @@ class NativeKernels(ReferenceKernels):
         try:
             lib = library.load(path)
         except (OSError, AttributeError) as error:
+            path.unlink(missing_ok=True)  # whatever the compiler did, it may do better next time
             raise BuildError(f"cannot load {path}: {error}") from error
         wanted = threads or torch.get_num_threads() or os.cpu_count() or 1
         self.context = Context(lib, wanted)

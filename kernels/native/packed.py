@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kernels.mxfp4 import Mxfp4
 from kernels.native import library
-from kernels.native.bf12 import Bf12Packing, Bf12Panels, is_worth_it, unpack
+from kernels.native.bf12 import Bf12Packing, Bf12Panels, unpack
 from kernels.native.memory import WEIGHTS
 from kernels.quantized import BLOCK_COLUMNS, BlockScaled, Index, Matrix
 
@@ -123,13 +123,12 @@ class PanelPacking:
         self._short: Bf12Packing | None = None
 
     def put(self, start: int, rows: Matrix, expert: int | None = None) -> None:
-        if self._bf12 is not None and isinstance(rows, Tensor) and not self.int8:
-            rows = rows.to(torch.bfloat16)
-            if self.matrix is None and self._short is None and is_worth_it(self._bf12, rows.flatten(0, -2)):
-                self._short = Bf12Packing(self._bf12, self.shape)
-            if self._short is not None:
-                self._short.put(start, rows, expert)
-                return
+        if self._bf12 is not None and self.matrix is None and isinstance(rows, Tensor) and not self.int8:
+            self._short = self._short or Bf12Packing(self._bf12, self.shape)
+            self._short.put(start, rows.to(torch.bfloat16), expert)
+            if not self._short.is_worth_it:
+                self._begin_again()
+            return
         encoded = _encode(rows, int8=self.int8)
         if self.matrix is None:
             self.matrix = self._empty(encoded)
@@ -153,6 +152,13 @@ class PanelPacking:
             )
         assert self.matrix is not None
         return self.matrix
+
+    def _begin_again(self) -> None:
+        """In plain bf16."""
+        assert self._short is not None
+        self._bf12, so_far, self._short = None, self._short, None
+        for start, rows, expert in so_far.put_so_far():
+            self.put(start, rows, expert if len(self.shape) == 3 else None)
 
     def _empty(self, first: _Encoded) -> PackedMatrix:
         *leading, rows, _ = self.shape

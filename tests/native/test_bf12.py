@@ -13,16 +13,14 @@ from tests.native.test_products import packed_as
 
 
 def weights_of_few_exponents(shape: tuple[int, ...], seed: int) -> Tensor:
-    """Of the fewest to the most exponents that 12 bits are worth it for, both zeros and some odd values among them."""
+    """Both zeros among them, and nearly as many codes of any kind as twelve bits are worth it for."""
     generator = torch.Generator().manual_seed(seed)
-    weight = torch.randn(shape, generator=generator).mul_(2.0 ** (seed * 30 - 60)).bfloat16()
-    codes = weight.view(torch.int16)
-    chance = torch.rand(shape, generator=generator)
-    codes[chance < 0.1] = 0
-    codes[chance > 0.95] = -(2**15)
-    odd = (chance > 0.5) & (chance < 0.505)
-    codes[odd] = torch.randint(-(2**15), 2**15, shape, generator=generator).to(torch.int16)[odd]
-    return weight
+    weight = (torch.rand(shape, generator=generator) + 0.01) * 2.0 ** (seed * 30 - 60)
+    weight *= torch.randint(-1, 2, shape, generator=generator)
+    codes = weight.bfloat16().view(torch.int16)
+    odd = torch.randperm(codes.numel(), generator=generator)[: codes.numel() // 600]
+    codes.view(-1)[odd] = torch.randint(-(2**15), 2**15, odd.shape, generator=generator).to(torch.int16)
+    return codes.view(torch.bfloat16)
 
 
 @pytest.mark.parametrize("shape", [(32, 64), (1, 1), (33, 7), (3, 70, 129), (500, 257)], ids=str)
@@ -40,15 +38,30 @@ def test_bf16_in_twelve_bits_comes_back_bit_for_bit(make_kernels: MakeKernels, s
 
 
 def test_every_bf16_code_comes_back_from_twelve_bits(make_kernels: MakeKernels) -> None:
-    """More escapes than there is room for at first; such a matrix is kept in twelve bits only if its first rows are not
-    like that."""
-    every = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(256, 256)
-    lib = make_kernels().context.lib
-    assert pack(every.view(torch.bfloat16), bf12=lib).format is Format.BF16
-    codes = torch.cat((torch.ones(32, 256, dtype=torch.bfloat16).view(torch.int16), every))
-    packed = pack(codes.view(torch.bfloat16), bf12=lib)
+    """All of them are in one panel, with more escapes than there is room for at first."""
+    every = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(32, 2048)
+    codes = torch.cat((every, torch.ones(16_000, 2048, dtype=torch.bfloat16).view(torch.int16)))
+    packed = pack(codes.view(torch.bfloat16), bf12=make_kernels().context.lib)
     assert packed.format is Format.BF12
+    assert packed.escapes is not None and 60_000 < len(packed.escapes) < 2**16
     assert torch.equal(packed.dequantize(torch.bfloat16).contiguous().view(torch.int16), codes)
+
+
+@pytest.mark.parametrize("shape", [(257, 160), (64, 640), (3, 70, 64)], ids=str)
+def test_a_matrix_of_many_exponents_stays_in_plain_bf16_however_its_rows_come(
+    make_kernels: MakeKernels, shape: tuple[int, ...]
+) -> None:
+    """Whether they lie at its beginning or its end."""
+    lib = make_kernels().context.lib
+    for first in (True, False):
+        codes = weights_of_few_exponents(shape, 1).view(torch.int16)
+        rows = slice(0, 20) if first else slice(-20, None)
+        codes[..., rows, :] = torch.randint(-(2**15), 2**15, codes[..., rows, :].shape).to(torch.int16)
+        weight = codes.view(torch.bfloat16)
+        for seed in range(6):
+            found = put_in_pieces(PanelPacking(shape, bf12=lib), weight, seed)
+            assert isinstance(found, PackedMatrix) and found.format is Format.BF16
+            assert same_bits(found.data, pack(weight).data)
 
 
 def test_twelve_bits_without_escapes_multiply_to_the_bits_of_plain_bf16(make_kernels: MakeKernels) -> None:

@@ -24,10 +24,10 @@ def random_matrix(kind: str, n: int, k: int, seed: int) -> Matrix:
     if kind in ("bf16", "int8"):
         return torch.randn(n, k, generator=generator).bfloat16()
     if kind == "bf12":
-        chance = torch.rand(n, k, generator=generator)
-        weight = torch.randn(n, k, generator=generator)
-        weight[chance < 0.1] = 0.0
-        weight[chance > 0.995] *= torch.exp2(torch.randint(-60, 20, (n, k), generator=generator))[chance > 0.995]
+        weight = torch.rand(n, k, generator=generator) + 0.01
+        weight *= torch.randint(-1, 2, (n, k), generator=generator)
+        outliers = torch.randperm(n * k, generator=generator)[: n * k // 600]  # as many as are worth it, nearly
+        weight.view(-1)[outliers] = torch.exp2(torch.randint(-60, 20, outliers.shape, generator=generator).float())
         return weight.bfloat16()
     if kind == "fp8":
         codes = torch.randn(n, k, generator=generator).mul_(30).to(torch.float8_e4m3fn)
@@ -143,7 +143,7 @@ def test_tiny_and_zero_rows_beside_int8_weights_give_tiny_and_zero_results(make_
 
 
 def test_a_nan_or_infinity_of_the_weights_spoils_its_own_output_only(make_kernels: MakeKernels) -> None:
-    weight = torch.randn(40, 64).bfloat16()
+    weight = torch.exp2(torch.randint(-13, 1, (40, 64)).float()).bfloat16()  # as many exponents as a table has
     weight[7, 3], weight[33, 60] = math.nan, math.inf
     codes = torch.randn(40, 64).to(torch.float8_e4m3fn)
     codes.view(torch.uint8)[7, 3], codes.view(torch.uint8)[33, 60] = 0x7F, 0xFF
@@ -153,7 +153,7 @@ def test_a_nan_or_infinity_of_the_weights_spoils_its_own_output_only(make_kernel
     fp4.scales[7, 0] = fp4.scales[33, 1] = 255
     kernels = make_kernels()
     short = packed_as("bf12", weight, kernels)
-    assert short.escapes is not None and len(short.escapes) >= 2
+    assert short.escapes is not None and len(short.escapes) == 2
     for matrix in (pack(weight), short, pack(blocks), pack(fp4)):
         ours = kernels.context.multiply(torch.randn(3, 64).bfloat16(), matrix)
         broken = ~torch.isfinite(ours)
