@@ -19,7 +19,7 @@ from random import Random
 
 from tools.train_tiny import tokenizer
 from tools.train_tiny.conversation import DEFAULT_SYSTEM, Renderer, Talk
-from tools.train_tiny.grammar import Draw, Exchange, Scene, Turn
+from tools.train_tiny.grammar import Draw, Exchange, NothingLeft, Scene, Turn
 from tools.train_tiny.tasks import GRAMMARS, THINKING, choose
 
 VOCAB = tokenizer.VOCAB
@@ -62,7 +62,10 @@ def talks(
         room = rng.randint(shortest, longest)
         name = grammar or choose(rng, room)
         draw = Draw(rng, held_out=held_out, thinking=rng.random() < THINKING, room=room, count=_count)
-        talk = _filled(renderer, GRAMMARS[name](draw), draw, longest)
+        try:
+            talk = _filled(renderer, GRAMMARS[name](draw), draw, longest)
+        except NothingLeft:
+            continue
         if talk is not None and shortest <= len(talk.ids) <= longest:
             yield talk, name
 
