@@ -5,8 +5,8 @@
 
 32 sequences are decoded in turns: here in the process, with the real scheduler, cache and runner stepped by hand and
 only the runner's steps timed, and in a server process over 32 HTTP streams. Both count only the steady phase, in which
-all streams decode. Each rate over HTTP is held against the mean of the runs before and after it, so that a machine that
-grows slower or faster does not show. The client keeps the bytes with the times of their arrival, and reads them when
+all streams decode. Each rate over HTTP is held against the mean of the runs before and after it, so that a steady drift
+of the machine's speed cancels. The client keeps the bytes with the times of their arrival, and reads them when
 the clock has stopped: what it computes would be taken from the server's cores. Exit code 1 below target.
 """
 
