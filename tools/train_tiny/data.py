@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, islice
@@ -98,7 +99,7 @@ def _filled(renderer: Renderer, scene: Scene, draw: Draw, longest: int) -> Talk 
     section = renderer.section(scene.tools)
     used = _SYSTEM_TOKENS + _count((scene.system or DEFAULT_SYSTEM) + section)
     kept: list[Exchange] = []
-    for exchange in scene.exchanges:
+    for exchange in _until_nothing_is_left(scene):
         used += sum(_cost(turn) for turn in exchange)
         if used > longest:
             break  # later ones may build on this one, so none is skipped
@@ -108,6 +109,11 @@ def _filled(renderer: Renderer, scene: Scene, draw: Draw, longest: int) -> Talk 
     if not kept:
         return None
     return Talk(renderer, kept, system=scene.system, tools=scene.tools, thinking=draw.thinking, section=section)
+
+
+def _until_nothing_is_left(scene: Scene) -> Iterator[Exchange]:
+    with suppress(NothingLeft):
+        yield from scene.exchanges
 
 
 def _cost(turn: Turn) -> int:

@@ -98,6 +98,7 @@ class Draw:
         self.thinking = thinking
         self.room = room
         self.count = count
+        self._used: set[str] = set()
 
     def chance(self, probability: float) -> bool:
         return self.rng.random() < probability
@@ -117,10 +118,13 @@ class Draw:
         return "".join(self.one("0123456789") for _ in range(number))
 
     def fresh(self, make: Callable[[], T], instance: Callable[[T], str]) -> T:
-        """Make until the instance is on this draw's side. Raises NothingLeft if there seems to be none."""
+        """Make until the instance is on this draw's side and new to the conversation, so that its answer cannot be
+        copied from an earlier one. Raises NothingLeft if there seems to be none."""
         for _ in range(_TRIES):
             made = make()
-            if self.is_mine(instance(made)):
+            words = instance(made)
+            if words not in self._used and self.is_mine(words):
+                self._used.add(words)
                 return made
         raise NothingLeft
 

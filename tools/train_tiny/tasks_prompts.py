@@ -76,9 +76,8 @@ def held_out(task: str, count: int, *, seed: int) -> Iterator[Prompt]:
         shortest, longest = OTHER_TOKENS
         if task == "needle":
             low, high = NEEDLE_TOKENS
-            longest = int(low * (high / low) ** ((len(seen) + 1) / count))
-            shortest = max(low, longest // 2)
-            longest = max(longest, 2 * low)
+            longest = low + (high - low) * (len(seen) + 1) // count
+            shortest, longest = max(low, longest // 2), max(longest, 2 * low)
         made = talks(
             rng.getrandbits(32),
             shortest=shortest,
@@ -90,7 +89,7 @@ def held_out(task: str, count: int, *, seed: int) -> Iterator[Prompt]:
         fitting = [index for index, turn in enumerate(talk.turns) if turn.task == task and turn.instance not in seen]
         if not fitting:
             continue
-        index = rng.choice(fitting)
+        index = rng.choice(fitting[len(fitting) // 2 :])
         seen.add(talk.turns[index].instance)
         yield _prompt(talk, index, id=f"{task}-{len(seen):03d}", distance=_distance(talk, index))
 
