@@ -48,6 +48,9 @@ class SleepingDevice:
         self.spans.append((started_s, time.perf_counter()))
         return StepResult(step_id=plan.step_id, rows=rows, device_s=self.step_s)
 
+    def interrupt(self) -> None:
+        pass
+
     def check(self) -> None:
         pass
 

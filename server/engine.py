@@ -18,7 +18,7 @@ from server.metrics import RequestFacts, StepFacts
 from server.request import EngineHealth, EngineLimits, EngineState, GenerationRequest, RequestId
 from server.scheduler.pace import Pace
 from server.scheduler.scheduler import Scheduler
-from server.step import RowPlan, RowResult, StepPlan, StepResult
+from server.step import RowPlan, RowResult, StepInterrupted, StepPlan, StepResult
 
 log = logging.getLogger("twinpane.engine")
 
@@ -31,7 +31,7 @@ on its way from one step to the next, would stand still until the loop has writt
 
 
 class Runner(Protocol):
-    """The device. Both methods block and are called on one thread only, steps in the order of their plans."""
+    """The device. `run` and `check` block and are called on one thread only, steps in the order of their plans."""
 
     def run(self, plan: StepPlan) -> StepResult:
         """Do a step. May be called again for a part of the same plan after it raised."""
@@ -39,6 +39,10 @@ class Runner(Protocol):
 
     def check(self) -> None:
         """Compute something that always works; raises if the device no longer does."""
+        ...
+
+    def interrupt(self) -> None:
+        """From any thread, for good: `run` soon raises StepInterrupted, as does every later call."""
         ...
 
 
@@ -61,7 +65,7 @@ class _Ran:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _InFlight:
     """A step of so many tokens that was handed to the device. delayed: it could have been handed over earlier. done is
-    None for a step that was skipped."""
+    None for a step that was skipped or interrupted."""
 
     plan: StepPlan
     tokens: int
@@ -165,13 +169,14 @@ class InferenceEngine:
         self._task = asyncio.create_task(self._run(), name="engine")
 
     async def stop(self, limit_s: float = 10.0) -> bool:
-        """End the loop after the step that is on the device; what is still accepted fails.
+        """Interrupt the step that is on the device and end the loop; what is still accepted fails.
 
         False if it does not end within limit_s: the thread hangs, and only ending the process can stop it.
         """
         if self._state is not EngineState.FAILED:
             self._state = EngineState.STOPPED
         self._work.set()
+        self._runner.interrupt()
         gone = Unavailable("The server is shutting down.", code="server_draining")
         if not (await self._over_within(limit_s)):
             log.error("event=step_hangs limit_s=%g", limit_s)
@@ -279,7 +284,10 @@ class InferenceEngine:
         if self._state is EngineState.STOPPED:
             return None
         started_s = time.perf_counter()
-        result, broken = run_isolated(self._runner, plan)
+        try:
+            result, broken = run_isolated(self._runner, plan)
+        except StepInterrupted:
+            return None
         return _Ran(result=result, broken=broken, started_s=started_s, ended_s=time.perf_counter())
 
     def _on_end(self, request_id: RequestId, facts: RequestFacts) -> None:
@@ -308,6 +316,8 @@ def run_isolated(runner: Runner, plan: StepPlan) -> tuple[StepResult, bool]:
     started_s = time.perf_counter()
     try:
         return runner.run(plan), False
+    except StepInterrupted:
+        raise
     except Exception as error:
         log.exception("event=step_failed step=%d rows=%d", plan.step_id, len(plan.rows))
         if len(plan.rows) == 1:
@@ -322,6 +332,8 @@ def run_isolated(runner: Runner, plan: StepPlan) -> tuple[StepResult, bool]:
 def _run_row(runner: Runner, plan: StepPlan) -> tuple[RowResult, bool]:
     try:
         return runner.run(plan).rows[0], False
+    except StepInterrupted:
+        raise
     except Exception as error:
         log.exception("event=row_failed step=%d", plan.step_id)
         return RowResult(failure=_cause(error)), True

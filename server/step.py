@@ -124,6 +124,10 @@ FOLLOWS_NOTHING = RowResult(failure="the step before brought no token to go on f
 """The result of a row whose token was to come from a row that failed."""
 
 
+class StepInterrupted(Exception):
+    """The device was told to end: the step was not finished, and none will be."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
     """Results in the order of the plan's rows; device_s is the time the step took on the device thread."""

@@ -6,6 +6,7 @@ the token it "samples" is a checksum of all that the last query saw, so a wrong 
 
 from __future__ import annotations
 
+import threading
 import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -63,6 +64,7 @@ class FakeDevice:
     checks: int = 0
     dead: bool = False
     moves: int = 0
+    interrupted: threading.Event = field(default_factory=threading.Event)
 
     def run(self, plan: StepPlan) -> StepResult:
         self.before_step(plan)
@@ -82,6 +84,9 @@ class FakeDevice:
             if result.token is not None:
                 self.sampled[row.slot] = (plan.step_id, result.token.token_id)
         return StepResult(step_id=plan.step_id, rows=results, device_s=0.001)
+
+    def interrupt(self) -> None:
+        self.interrupted.set()
 
     def check(self) -> None:
         self.checks += 1

@@ -133,6 +133,7 @@ def load(path: Path) -> ctypes.CDLL:
         "tp_new": (c_void_p, [c_int]),
         "tp_threads": (c_int, [c_void_p]),
         "tp_take_bytes": (c_int64, [c_void_p]),
+        "tp_interrupt": (None, [c_void_p]),
         "tp_quiet": (None, [c_void_p]),
         "tp_free": (None, [c_void_p]),
         "tp_forward": (c_int, [c_void_p, POINTER(Model), POINTER(Step)]),

@@ -89,6 +89,10 @@ class StackLayer:
     mlp_post_norm: Tensor | None
 
 
+class Interrupted(Exception):
+    """The context was interrupted: the step was not finished."""
+
+
 class Context:
     """Threads and work space of the C library. One call at a time; others wait. In a forked child, which gets none of
     the threads, the caller does all the work."""
@@ -104,6 +108,10 @@ class Context:
     @property
     def threads(self) -> int:
         return int(self.lib.tp_threads(self.handle))
+
+    def interrupt(self) -> None:
+        """From any thread: end the step that runs after the layer that it is in, and every later one at once."""
+        self.lib.tp_interrupt(self.handle)
 
     def take_bytes(self) -> int:
         """Bytes of weights, keys and values that were read since the last call, each once for a product or a block of
@@ -174,7 +182,7 @@ class Stack:
         """tokens [T] int64 -> hidden [T, M] bf16 after the final norm. tables: page tables [slots, pages] int32.
 
         K and V of the tokens are written to the pages of their rows. The lock of the interpreter is free meanwhile.
-        Raises IndexError for a token outside the vocabulary, MemoryError if there is no room to work in.
+        Raises IndexError for a token outside the vocabulary, MemoryError if there is no room to work in, Interrupted.
         """
         out = torch.empty(tokens.shape[0], self._hidden, dtype=torch.bfloat16)
         count = len(rows.slots)
@@ -195,6 +203,8 @@ class Stack:
         failed = self._context.lib.tp_forward(self._context.handle, ctypes.byref(self._model), ctypes.byref(step))
         if failed == 2:
             raise IndexError(f"a token is outside the model's vocabulary of {self._head.shape[0]}")
+        if failed == 3:
+            raise Interrupted
         if failed:
             raise MemoryError("no memory for a step's work space")
         return out

@@ -23,7 +23,7 @@ from server.model.spec import (
     YarnSpec,
 )
 from server.model.weights import AttentionWeights, DenseWeights, LayerWeights, MoEWeights, Weights
-from server.step import PageKind
+from server.step import PageKind, StepInterrupted
 
 ACTIVATIONS: dict[Activation, KernelActivation] = {
     Activation.SILU: "silu",
@@ -46,6 +46,7 @@ class Decoder:
             rope: frequencies(rope).to(weights.embedding.device)
             for rope in {layer.attention.rope for layer in spec.layers}
         }
+        self._interrupted = False
         # Rounded as the weights are: the models were trained with the rounded factor.
         self._embedding_scale = torch.tensor(spec.embedding_scale, dtype=weights.embedding.dtype).item()
 
@@ -60,8 +61,14 @@ class Decoder:
             for rope, angle_per_position in self._frequencies.items()
         }
         for layer, weights, kv in zip(self.spec.layers, self.weights.layers, arena.layers, strict=True):
+            if self._interrupted:
+                raise StepInterrupted
             hidden = self._layer(hidden, layer, weights, kv, batch, arena, rotary[layer.attention.rope])
         return self.kernels.rms_norm(hidden, self.weights.final_norm, self.spec.norm_eps)
+
+    def interrupt(self) -> None:
+        """From any thread: a forward pass that runs raises StepInterrupted after its layer, later ones at once."""
+        self._interrupted = True
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:

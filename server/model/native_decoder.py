@@ -11,6 +11,7 @@ from kernels.native.packed import PackedMatrix
 from kernels.native.stack import (
     MOST_GROUPS,
     MOST_HEADS_OF_A_KV_HEAD,
+    Interrupted,
     Stack,
     StackDense,
     StackLayer,
@@ -24,7 +25,7 @@ from server.model.decoder import ACTIVATIONS, ROUTERS, frequencies
 from server.model.kv_arena import KVArena
 from server.model.spec import DenseSpec, LayerSpec, ModelSpec, MoESpec, RopeSpec
 from server.model.weights import DenseWeights, LayerWeights, MoEWeights, Weights
-from server.step import PageKind
+from server.step import PageKind, StepInterrupted
 
 
 class NativeDecoder:
@@ -47,7 +48,14 @@ class NativeDecoder:
         if arena is not self._arena or self._stack is None:
             self._arena, self._stack = arena, self._bind(arena)
         tables = [batch.tables[PageKind.FULL], batch.tables[PageKind.WINDOW]]
-        return self._stack.forward(tokens, batch.rows, tables)
+        try:
+            return self._stack.forward(tokens, batch.rows, tables)
+        except Interrupted as error:
+            raise StepInterrupted from error
+
+    def interrupt(self) -> None:
+        """From any thread: a forward pass that runs raises StepInterrupted after its layer, later ones at once."""
+        self.kernels.context.interrupt()
 
     def logits(self, hidden: Tensor, *, into: Tensor | None = None) -> Tensor:
         """hidden [R, M] after the final norm -> [R, N] fp32, in `into` where given: memory for a large vocabulary that

@@ -47,6 +47,9 @@ class ModelRunner:
                     self._sampled[rows[index].slot] = (plan.step_id, result.token.token_id)
         return StepResult(step_id=plan.step_id, rows=tuple(results), device_s=time.perf_counter() - started)
 
+    def interrupt(self) -> None:
+        self._decoder.interrupt()
+
     @torch.inference_mode()
     def check(self) -> None:
         """The head of the model on zeros: raises if the device no longer computes."""

@@ -22,7 +22,7 @@ from server.request import (
     SamplingParams,
     StopRules,
 )
-from server.step import PageId, PageKind, PageMove, RowPlan, RowResult, StepPlan, StepResult
+from server.step import PageId, PageKind, PageMove, RowPlan, RowResult, StepInterrupted, StepPlan, StepResult
 from tests.fake_device import CollectedOutput, FakeDevice, text_alone
 from tests.house import WatchedScheduler, assert_nothing_left
 
@@ -411,6 +411,28 @@ async def test_stopping_waits_for_the_step_on_the_device_only() -> None:
     assert all(isinstance(output.ending, Unavailable) for output in outputs)
     assert [facts.outcome for facts in house.metrics.ended] == ["error"] * 3
     assert len(house.metrics.steps) == 1
+    house.assert_empty()
+
+
+async def test_stopping_interrupts_the_step_on_the_device() -> None:
+    """However long it would take. What it was computing for ends as everything else does."""
+    house = House()
+    await house.engine.start()
+    inside = threading.Event()
+
+    def endless(_plan: StepPlan) -> None:
+        inside.set()
+        assert house.device.interrupted.wait(30)
+        raise StepInterrupted
+
+    house.device.before_step = endless
+    outputs = [house.submit(f"{number}", (number, 2), outputs=50)[0] for number in range(3)]
+    while not inside.is_set():
+        await asyncio.sleep(0.001)
+    assert await house.engine.stop(limit_s=5) is True
+    assert all(isinstance(output.ending, Unavailable) for output in outputs)
+    assert [facts.outcome for facts in house.metrics.ended] == ["error"] * 3
+    assert house.device.checks == 0, "nobody doubts a device that was told to end"
     house.assert_empty()
 
 

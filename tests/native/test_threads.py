@@ -22,6 +22,7 @@ from kernels.interface import StepRows
 from kernels.native.kernels import NativeKernels
 from kernels.native.packed import pack
 from server.config import MOST_THREADS
+from server.step import StepInterrupted
 from tests.native.conftest import MakeKernels
 from tests.native.models import SPECS, VOCAB, llama, native_sequences, random_weights
 
@@ -133,6 +134,30 @@ def test_two_models_take_turns_on_one_context(library_path: Path) -> None:
         if position == 40:
             made.pop(0)
             gc.collect()
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_an_interrupted_step_ends_soon_and_no_other_begins(library_path: Path, threads: int) -> None:
+    spec = SPECS["gemma3"]()
+    kernels = fresh(library_path, threads)
+    sequences = native_sequences(spec, random_weights(spec), kernels, tokens=8000)
+    text = [random.Random(1).randrange(VOCAB) for _ in range(7000)]
+    raised_after_s: list[float] = []
+
+    def step() -> None:
+        started_s = time.perf_counter()
+        with pytest.raises(StepInterrupted):
+            sequences.step([(0, text)], last_only=True)
+        raised_after_s.append(time.perf_counter() - started_s)
+
+    thread = threading.Thread(target=step)
+    thread.start()
+    time.sleep(0.05)
+    kernels.context.interrupt()
+    thread.join(30)
+    assert len(raised_after_s) == 1
+    with pytest.raises(StepInterrupted):
+        sequences.step([(1, text[:5])])
 
 
 def test_one_context_serves_threads_one_after_the_other(library_path: Path) -> None:

@@ -33,6 +33,9 @@ EXPORT int64_t tp_take_bytes(Context *context) {
     return atomic_exchange(&context->bytes, 0);
 }
 
+/* From any thread: the step that runs, and every later one, ends after its layer, with 3. */
+EXPORT void tp_interrupt(Context *context) { atomic_store(&context->interrupted, 1); }
+
 /* Wait until no thread looks at a model any more. */
 EXPORT void tp_quiet(Context *context) { quiet(context->pool); }
 
@@ -187,7 +190,7 @@ static int prepare_step(Context *context, Step *step) {
     return 1;
 }
 
-/* 0 if done, 1 if there was no memory, 2 for a token that the model does not have. */
+/* 0 if done, 1 if there was no memory, 2 for a token that the model does not have, 3 if it was interrupted. */
 EXPORT int tp_forward(Context *context, const Model *model, const Step *step) {
     for (int64_t t = 0; t < step->tokens; t++)
         if (step->ids[t] < 0 || step->ids[t] >= model->head.n) return 2;
@@ -197,8 +200,10 @@ EXPORT int tp_forward(Context *context, const Model *model, const Step *step) {
     ForwardJob job = {context, *step};
     const int ok = prepare_step(context, &job.step);
     if (ok) pool_run(context->pool, forward, &job, sizeof(job));
+    const int interrupted = atomic_load(&context->interrupted);
+    if (interrupted) quiet(context->pool); /* others may be a layer behind, at work in buffers */
     pthread_mutex_unlock(&context->one_at_a_time);
-    return !ok;
+    return ok ? 3 * interrupted : 1;
 }
 
 typedef struct {

@@ -99,6 +99,7 @@ typedef struct {
     int32_t *expert_starts; /* [experts + 1] */
     int32_t *hit; /* the experts that have tokens, as many as the layer's entry of B_HITS says */
     _Atomic int64_t bytes;   /* see bytes_read */
+    _Atomic int interrupted; /* no step goes on beyond the layer that it is in */
 } Context;
 
 #define BUFFER(type, name) ((type *)context->buffers[name])
@@ -490,8 +491,10 @@ static void forward(Hand *hand, const void *given) {
     Run run = {*hand, context, job->step, BUFFER(float, B_HIDDEN), BUFFER(float, B_OTHER_HIDDEN)};
     const int64_t tokens = run.step.tokens;
     EACH_TASK(&run.hand, tokens, 4, t, begin_token(&run, t));
-    for (int32_t index = 0; index < context->model->layer_count && !run.hand.late; index++)
+    for (int32_t index = 0; index < context->model->layer_count && !run.hand.late; index++) {
+        if (atomic_load(&context->interrupted)) return;
         layer_forward(&run, &context->model->layers[index]);
+    }
     EACH_TASK(&run.hand, tokens, 4, t, end_token(&run, t));
     count_bytes(context);
 }
