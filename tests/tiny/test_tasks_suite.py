@@ -15,7 +15,7 @@ from bench import tiny_tasks
 from server.text.tokenizer import Tokenizer
 from tools.train_tiny.data import tokenizer_folder
 from tools.train_tiny.tasks import TASKS
-from tools.train_tiny.tasks_prompts import Prompt, load, needle_at, to_json
+from tools.train_tiny.tasks_prompts import Prompt, fixture, load, needle_at, to_json
 from tools.train_tiny.tasks_score import Answer, is_right, read_message, read_text
 
 TOOLS = [
@@ -86,7 +86,11 @@ def test_the_fixture_has_a_hundred_prompts_of_every_task_and_more(prompts: list[
         assert len(mine) >= 100
         assert {prompt.thinking for prompt in mine} == {False, True}
     assert len({prompt.id for prompt in prompts}) == len(prompts)
-    assert max(prompt.tokens for prompt in prompts if prompt.task == "needle") > 1_900
+    assert max(prompt.tokens for prompt in prompts if prompt.task == "needle") > 2_000
+
+
+def test_the_fixture_is_what_the_grammars_make(prompts: list[Prompt]) -> None:
+    assert list(fixture()) == prompts
 
 
 def test_a_prompt_survives_its_line(prompts: list[Prompt]) -> None:

@@ -82,6 +82,7 @@ class Talk:
     ) -> None:
         """section: that of the tools, where it is known already."""
         self._renderer = renderer
+        self._exchanges = tuple(exchanges)
         self.turns = tuple(chain.from_iterable(exchanges))
         self._system = system
         self._tools = tuple(tools)
@@ -103,19 +104,30 @@ class Talk:
 
     @cached_property
     def text(self) -> str:
-        return self._rendered(len(self.turns), generate=False)
+        return self._ending(self._prepared, generate=False)
 
     def written(self) -> Iterator[Written]:
         """Every turn of the assistant: from where a prompt ends that asks for it, to its end of turn, included.
 
-        Found by rendering: the prompt that ends before the turn, and the conversation that ends with it.
+        Found by rendering: the prompt that ends before the turn, and the conversation that ends with it. Each exchange
+        is rendered alone, which is the same text as in the whole: that is checked, and costs a fraction of it.
         """
-        for index, turn in enumerate(self.turns):
-            if turn.role == "assistant":
-                before = self._rendered(index, generate=True)
-                whole = self._rendered(index + 1, generate=False)
-                assert whole.startswith(before) and self.text.startswith(whole)
-                yield Written(start=len(before), stop=len(whole), turn=turn)
+        system = [{"role": "system", "content": ""}]
+        head = len(self._renderer.prepared(system))
+        given = len(self._prepared) - len(self.turns)
+        base = len(self._renderer.prepared(self._prepared[:given]))
+        for exchange in self._exchanges:
+            alone = system + self._prepared[given : given + len(exchange)]
+            whole = ""
+            for index, turn in enumerate(exchange, start=1):
+                if turn.role == "assistant":
+                    before = self._ending(alone[:index], generate=True)[head:]
+                    whole = self._ending(alone[: index + 1], generate=False)[head:]
+                    assert whole.startswith(before) and self.text.startswith(whole, base)
+                    yield Written(start=base + len(before), stop=base + len(whole), turn=turn)
+            base += len(whole)
+            given += len(exchange)
+        assert base == len(self.text)
 
     def messages(self, count: int) -> list[dict[str, Any]]:
         """The first turns as an API takes them, the system's in front."""
@@ -126,12 +138,8 @@ class Talk:
     def tools(self) -> list[dict[str, Any]]:
         return [tool.declared() for tool in self._tools]
 
-    def _rendered(self, count: int, *, generate: bool) -> str:
-        """The first turns."""
-        given = len(self._prepared) - len(self.turns)
-        return self._renderer.prepared(
-            self._prepared[: given + count], add_generation_prompt=generate, enable_thinking=self.thinking
-        )
+    def _ending(self, messages: Sequence[dict[str, Any]], *, generate: bool) -> str:
+        return self._renderer.prepared(messages, add_generation_prompt=generate, enable_thinking=self.thinking)
 
     @property
     def _full_system(self) -> str | None:

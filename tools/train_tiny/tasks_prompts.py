@@ -27,7 +27,7 @@ from tools.train_tiny.tokenizer import load_tokenizer
 
 FIXTURE = Path(__file__).parents[2] / "bench" / "data" / "tiny_tasks.jsonl"
 PROMPTS_PER_TASK = 120
-NEEDLE_TOKENS = (64, 2_100)
+NEEDLE_TOKENS = (64, 2_300)
 OTHER_TOKENS = (120, 420)
 FARTHEST_TOKENS = 2_000
 _GRAMMAR_OF = {"no_tool": "tool_call"}
@@ -77,7 +77,7 @@ def held_out(task: str, count: int, *, seed: int) -> Iterator[Prompt]:
         if task == "needle":
             low, high = NEEDLE_TOKENS
             longest = low + (high - low) * (len(seen) + 1) // count
-            shortest, longest = max(low, longest // 2), max(longest, 2 * low)
+            shortest, longest = max(low, longest * 3 // 4), max(longest, 2 * low)
         made = talks(
             rng.getrandbits(32),
             shortest=shortest,
@@ -89,7 +89,7 @@ def held_out(task: str, count: int, *, seed: int) -> Iterator[Prompt]:
         fitting = [index for index, turn in enumerate(talk.turns) if turn.task == task and turn.instance not in seen]
         if not fitting:
             continue
-        index = rng.choice(fitting[len(fitting) // 2 :])
+        index = fitting[-1] if task == "needle" else rng.choice(fitting[len(fitting) // 2 :])
         seen.add(talk.turns[index].instance)
         yield _prompt(talk, index, id=f"{task}-{len(seen):03d}", distance=_distance(talk, index))
 

@@ -28,6 +28,7 @@ ATTRIBUTES: dict[str, Callable[[Draw], str]] = {
 _KINDS = tuple(ATTRIBUTES)
 TWO_WORD_OWNERS = 0.2
 MOST_AT_ONCE = 6
+FAR_TOKENS = 600
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,6 +88,8 @@ def needle(draw: Draw) -> Scene:
     """
     facts = Facts(draw)
     share = draw.number(20, 60) / 100
+    if draw.room >= FAR_TOKENS and draw.chance(0.5):
+        share = draw.number(60, 92) / 100  # few questions, but from very far
     block: list[Fact] = []
     used = 0
     while not block or used < draw.room * share:
