@@ -100,7 +100,7 @@ def test_every_instance_is_on_its_side(grammar: str, held_out: bool) -> None:
     made = talks(5, shortest=150, longest=400, held_out=held_out, grammar=grammar)
     for talk, _ in islice(made, 25):
         for turn in talk.turns:
-            if turn.role == "assistant":
+            if turn.task:
                 for instance in turn.instance.split("\n") if turn.task == "needles" else [turn.instance]:
                     assert is_held_out(instance) is held_out
 
@@ -117,8 +117,18 @@ def test_no_instance_of_the_fixture_occurs_in_training() -> None:
 @pytest.mark.parametrize("grammar", ["copy", "system", "count", "arithmetic", "tool_call"])
 def test_no_question_comes_twice_in_a_conversation(grammar: str) -> None:
     for talk, _ in islice(talks(7, shortest=200, longest=600, grammar=grammar), 20):
-        instances = [turn.instance for turn in talk.turns if turn.role == "assistant"]
+        instances = [turn.instance for turn in talk.turns if turn.task]
         assert len(instances) == len(set(instances))
+
+
+def test_every_call_has_its_result() -> None:
+    """Some servers refuse a conversation in which a call has none."""
+    for grammar in ("tool_call", "tool_result"):
+        for talk, _ in islice(talks(11, shortest=300, longest=600, grammar=grammar), 10):
+            messages = talk.messages(len(talk.turns))
+            called = [call["id"] for message in messages for call in message.get("tool_calls", ())]
+            answered = [message["tool_call_id"] for message in messages if message["role"] == "tool"]
+            assert called == answered and len(set(called)) == len(called)
 
 
 def test_a_draw_says_when_nothing_is_left_on_its_side() -> None:

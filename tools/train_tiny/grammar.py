@@ -60,7 +60,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
-    """role: "user", "assistant" or "tool". Only an assistant's turn has a task and an instance; all of them do."""
+    """role: "user", "assistant" or "tool". What an assistant's turn is scored as, and its instance, if it is scored."""
 
     role: str
     text: str = ""

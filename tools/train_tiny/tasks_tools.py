@@ -131,7 +131,7 @@ def said(tasks: list[Task]) -> str:
 
 
 def tool_call(draw: Draw) -> Scene:
-    """Single requests: one call, two calls back to back, or no tool that fits. Calls are answered with a short word."""
+    """Single requests: one call, two calls back to back, or no tool that fits. A call's result is a short "ok"."""
     boxed = toolbox(draw, 0.45)
     actions = list(boxed)
 
@@ -146,10 +146,10 @@ def tool_call(draw: Draw) -> Scene:
             tasks = draw.fresh(make, lambda made: f"tool_call {said(made)}")
             kind = "tool_call" if tasks[0].call else "no_tool"
             instance = f"tool_call {said(tasks)}"
-            yield (
-                Turn(role="user", text=request(tasks)),
-                calling(draw, tasks, task=kind, instance=instance),
-            )
+            turn = calling(draw, tasks, task=kind, instance=instance)
+            results = [Turn(role="tool", text="ok")] * len(turn.calls)
+            ending = [draw.reply("Done.", "ok", task="", instance="")] if results else []
+            yield (Turn(role="user", text=request(tasks)), turn, *results, *ending)
 
     return Scene(task="tool_call", tools=tuple(boxed.values()), exchanges=exchanges())
 
