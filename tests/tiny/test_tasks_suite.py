@@ -12,8 +12,14 @@ import pytest
 from aiohttp import web
 
 from bench import tiny_tasks
+from server.api.parse_chat import parse_chat
+from server.api.parse_sampling import Border
+from server.errors import BadRequest
+from server.request import EngineLimits, SamplingDefaults
+from server.text.chat_template import ChatTemplate
 from server.text.tokenizer import Tokenizer
-from tools.train_tiny.data import tokenizer_folder
+from tools.train_tiny.conversation import TEMPLATE_PATH
+from tools.train_tiny.data import VOCAB, tokenizer_folder
 from tools.train_tiny.tasks import TASKS
 from tools.train_tiny.tasks_prompts import Prompt, fixture, load, needle_at, to_json
 from tools.train_tiny.tasks_score import Answer, is_right, read_message, read_text
@@ -128,6 +134,33 @@ def _about(prompt: Prompt, line: str) -> bool:
     subject = prompt.instance.removeprefix("needle ").removesuffix(f" {prompt.expected.content}")
     owner, _, attribute = subject.rpartition(" ")
     return line.startswith((f"The {attribute} of {owner} is ", f"{owner.replace(' ', '_')}.{attribute}="))
+
+
+def test_our_server_reads_every_prompt_as_the_fixture_does(prompts: list[Prompt]) -> None:
+    """As messages where it takes them; it refuses declared tools in words that the suite understands."""
+    tokenizer = Tokenizer.from_hf_folder(tokenizer_folder())
+    template = ChatTemplate(TEMPLATE_PATH.read_text(encoding="utf-8"), tokenizer)
+    border = Border(
+        limits=EngineLimits(context_tokens=4_096, vocab_size=VOCAB),
+        defaults=SamplingDefaults(),
+        end_token_ids=tokenizer.stop_token_ids,
+        max_choices=1,
+        max_logprobs=0,
+    )
+    for prompt in prompts:
+        body: dict[str, Any] = {
+            "messages": prompt.messages,
+            "chat_template_kwargs": {"enable_thinking": prompt.thinking},
+            "max_tokens": 256,
+        }
+        if prompt.tools:
+            with pytest.raises(BadRequest, match="tool"):
+                parse_chat({**body, "tools": prompt.tools}, border=border)
+        read = parse_chat(body, border=border)
+        if not prompt.tools:
+            ids = template.encode(read.conversation)
+            assert len(ids) == prompt.tokens
+            assert ids == tokenizer.encode(prompt.text, parse_special=True, add_bos=False)
 
 
 # --- servers ------------------------------------------------------------------------------------------------------
