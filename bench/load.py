@@ -34,8 +34,10 @@ class Prompts:
 
     def __init__(self, tokenizer_file: Path, seed: int) -> None:
         tokenizer = Tokenizer.from_file(str(tokenizer_file))
-        words = [token[1:] for token in tokenizer.get_vocab() if PLAIN_WORD.fullmatch(token)]
-        self._words = sorted(words)
+        words = sorted(token[1:] for token in tokenizer.get_vocab() if PLAIN_WORD.fullmatch(token))
+        # Some entries no text leads to: the merges on the way to them are of other words.
+        alone = tokenizer.encode_batch_fast([f"a {word}" for word in words], add_special_tokens=False)
+        self._words = [word for word, found in zip(words, alone, strict=True) if len(found.ids) == 2]
         self._random = random.Random(seed)
         sample = self.of_words(200)
         counted = len(tokenizer.encode(sample, add_special_tokens=False).ids)
