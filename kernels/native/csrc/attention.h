@@ -13,7 +13,7 @@
 #define BLOCK 64          /* keys */
 #define SEGMENT 256       /* keys that one partial result covers */
 #define QUERY_ROWS 96     /* query rows (tokens x heads that share a KV head) of one task */
-#define FEW_ROWS 16       /* query rows up to which waiting for memory outweighs the work: the next block is fetched ahead */
+#define FEW_ROWS 16       /* query rows up to which the next block is fetched ahead: memory is what they wait for */
 #define NEVER (-INFINITY)
 
 /* K [page][KV heads][page_tokens][dim] in one kind's pages: page p starts at (p / per_slab) * slab_stride +
@@ -240,7 +240,8 @@ INLINE void soften(float *scores, bf16 *shares, int columns, int from, int to, f
 #if TP_AVX512
     __m512 totals = _mm512_setzero_ps();
     for (int j = 0; j < columns; j += 16) {
-        const __m512 share = exp16(_mm512_fmsub_ps(_mm512_loadu_ps(scores + j), _mm512_set1_ps(scale), _mm512_set1_ps(base)));
+        const __m512 score = _mm512_loadu_ps(scores + j);
+        const __m512 share = exp16(_mm512_fmsub_ps(score, _mm512_set1_ps(scale), _mm512_set1_ps(base)));
         totals = _mm512_add_ps(totals, share);
         _mm256_storeu_si256((__m256i *)(shares + j), (__m256i)_mm512_cvtneps_pbh(share));
     }

@@ -40,14 +40,20 @@ INLINE bf16 unpacked(const uint8_t *quad, const uint8_t *table, int output, int 
     return (bf16)(table[quad[byte] >> 4 * second & 15] << 8 | quad[64 * (1 + second) + byte]);
 }
 
-/* ---- packing ------------------------------------------------------------------------------------------------------ */
+/* ---- packing ----------------------------------------------------------------------------------------------------- */
 
 /* The table [16] for rows [count][k], high bytes by their codes, and the code of every high byte: NO_CODE for one that
  * is not there. */
 static void choose_codes(const bf16 *rows, int count, int64_t k, uint8_t *table, uint8_t *codes) {
-    int64_t found[256] = {0};
-    for (int64_t i = 0; i < count * k; i++) found[rows[i] >> 8]++;
-    for (int high = 1; high < 128; high++) found[high] += found[high + 128];
+    int64_t counts[4][256] = {{0}}, found[128]; /* four, so that a count need not wait for the one before it */
+    const int64_t weights = count * k;
+    for (int64_t i = 0; i < weights / 4 * 4; i += 4)
+        for (int part = 0; part < 4; part++) counts[part][rows[i + part] >> 8]++;
+    for (int64_t i = weights / 4 * 4; i < weights; i++) counts[0][rows[i] >> 8]++;
+    for (int high = 0; high < 128; high++) {
+        found[high] = 0;
+        for (int part = 0; part < 4; part++) found[high] += counts[part][high] + counts[part][high + 128];
+    }
     memset(codes, NO_CODE, 256);
     found[0] = 0;
     for (int code = 0; code <= ZERO_CODE; code++) {
@@ -61,8 +67,8 @@ static void choose_codes(const bf16 *rows, int count, int64_t k, uint8_t *table,
     }
 }
 
-/* One panel: rows [count <= 32][k]; data, all zero before, [quads][192], table [16]. Returns how many escapes it has; at
- * most `room` are written. */
+/* One panel: rows [count <= 32][k]; data, all zero before, [quads][192], table [16]. Returns how many escapes it has;
+ * at most `room` are written. */
 static int64_t pack_panel(const bf16 *rows, int count, int64_t k, uint8_t *data, uint8_t *table, Escape *escapes,
                           int64_t room) {
     uint8_t codes[256];
@@ -87,7 +93,7 @@ static int64_t pack_panel(const bf16 *rows, int count, int64_t k, uint8_t *data,
     return escaped;
 }
 
-/* ---- reading ------------------------------------------------------------------------------------------------------ */
+/* ---- reading ----------------------------------------------------------------------------------------------------- */
 
 #if TP_BF12
 

@@ -13,7 +13,6 @@
 
 enum { FORMAT_BF16 = 0, FORMAT_INT8 = 1, FORMAT_MXFP4 = 2, FORMAT_FP8 = 3, FORMAT_BF12 = 4 };
 
-
 #define PANEL 32
 #define MAX_ROWS 10       /* rows that one inner loop holds in registers; more and the compiler spills */
 #define MAX_INT8_ROWS 8
@@ -116,11 +115,16 @@ INLINE void inner_bf12(const int mr, int64_t pairs, const void *const *x, const 
     for (int i = 0; i < mr; i++) sum[i][0] = sum[i][1] = _mm512_setzero_ps();
     const __m512i high_bytes = table_of_codes(table);
     const char *panel = w;
+    const int64_t next = CEIL_DIV(pairs, 2) * QUAD_BYTES; /* many rows read a panel from the cache until they are done */
     for (int64_t pair = 0; pair < pairs; pair += 2) {
         __m512i parts[QUAD];
         unpack_quad(panel, high_bytes, parts);
-        if (mr <= 4)
-            for (int line = 0; line < 3; line++) _mm_prefetch(panel + BF12_AHEAD + 64 * line, _MM_HINT_T0);
+        for (int line = 0; line < 3; line++) {
+            if (mr <= 4)
+                _mm_prefetch(panel + BF12_AHEAD + 64 * line, _MM_HINT_T0);
+            else
+                _mm_prefetch(panel + next + 64 * line, _MM_HINT_T1);
+        }
         panel += QUAD_BYTES;
 #pragma GCC unroll 10
         for (int i = 0; i < mr; i++) {

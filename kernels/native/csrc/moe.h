@@ -61,8 +61,8 @@ static void sort_by_expert(Context *context, const Layer *layer, int64_t tokens)
 }
 
 /* One panel of one hit expert: tasks are (expert, panel). */
-static void multiply_expert(const Run *run, const Matrix *matrices, Product p, const int32_t *index, int64_t bias_stride,
-                            int64_t panels, int64_t task) {
+static void multiply_expert(const Run *run, const Matrix *matrices, Product p, const int32_t *index,
+                            int64_t bias_stride, int64_t panels, int64_t task) {
     const Context *context = run->context;
     const int32_t expert = context->hit[task / panels];
     const int64_t first = context->expert_starts[expert];

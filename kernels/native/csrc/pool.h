@@ -87,7 +87,7 @@ INLINE void wake(Pool *pool, uint32_t *word) {
     if (atomic_load(&pool->sleepers) > 0) syscall(SYS_futex, word, FUTEX_WAKE_PRIVATE, INT_MAX, NULL, NULL, 0);
 }
 
-/* ---- operations --------------------------------------------------------------------------------------------------- */
+/* ---- operations -------------------------------------------------------------------------------------------------- */
 
 INLINE Op *next_op(Hand *hand) { return &hand->pool->ops[hand->op++]; }
 
@@ -135,8 +135,8 @@ INLINE int64_t stride_for(const Hand *hand, int64_t total, int64_t pieces) {
     return MAX(1, total / (hand->pool->threads * MAX(1, pieces)));
 }
 
-/* for each task `index` of `total`: the body that follows; then wait for all. `total` must be the same whenever a thread
- * comes by, however far others are: it may be made of nothing that a later operation of the job writes. */
+/* for each task `index` of `total`: the body that follows; then wait for all. `total` must be the same whenever a
+ * thread comes by, however far others are: it may be made of nothing that a later operation of the job writes. */
 #define EACH_TASK(hand, total, pieces, index, body)                                                                   \
     do {                                                                                                              \
         Op *op_ = next_op(hand);                                                                                      \
@@ -149,7 +149,7 @@ INLINE int64_t stride_for(const Hand *hand, int64_t total, int64_t pieces) {
         settle(hand, op_, total_);                                                                                    \
     } while (0)
 
-/* ---- jobs --------------------------------------------------------------------------------------------------------- */
+/* ---- jobs -------------------------------------------------------------------------------------------------------- */
 
 typedef struct {
     Pool *pool;
