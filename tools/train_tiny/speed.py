@@ -25,7 +25,7 @@ WRITTEN = 0.3
 """Share of tokens that the assistant wrote, about as in the conversations."""
 KINDS = {
     "products": ("aten::mm", "aten::bmm", "aten::baddbmm", "aten::addmm"),
-    "compiled passes": ("cpp_fused",),
+    "compiled passes": ("Torch-Compiled", "CompiledFunction", "AOTDispatcher"),
     "softmax": ("softmax",),
     "copies": ("copy_", "cat", "index", "fill_", "zero_", "clone"),
 }
