@@ -38,6 +38,8 @@ class Prompts:
         # Some entries no text leads to: the merges on the way to them are of other words.
         alone = tokenizer.encode_batch_fast([f"a {word}" for word in words], add_special_tokens=False)
         self._words = [word for word, found in zip(words, alone, strict=True) if len(found.ids) == 2]
+        if not self._words:
+            raise ValueError(f"{tokenizer_file}: no word of its vocabulary is one token in a text, and 200 are wanted")
         self._random = random.Random(seed)
         sample = self.of_words(200)
         counted = len(tokenizer.encode(sample, add_special_tokens=False).ids)

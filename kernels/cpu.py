@@ -16,6 +16,10 @@ from kernels.reference import ReferenceKernels
 class CpuKernels(ReferenceKernels):
     """Implements kernels.interface.Kernels for bf16 on a processor with oneDNN."""
 
+    @property
+    def description(self) -> str:
+        return "torch with oneDNN"
+
     @staticmethod
     def available() -> bool:
         """Whether this torch and this processor multiply packed bf16 matrices."""

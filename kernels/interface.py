@@ -61,6 +61,11 @@ class WriteIndex:
 class Kernels(Protocol):
     """Chosen once, at start. Plans are opaque to callers: built once per step and shared by all layers of a kind."""
 
+    @property
+    def description(self) -> str:
+        """What runs, and how weights are kept, in a few words."""
+        ...
+
     def plan_attention(self, rows: StepRows, table: Tensor, geometry: PageGeometry, window_keys: int | None) -> Any:
         """What attention over one page table needs, for one window (None: full attention).
 

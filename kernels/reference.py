@@ -95,6 +95,10 @@ def experts(
 class ReferenceKernels:
     """Implements kernels.interface.Kernels."""
 
+    @property
+    def description(self) -> str:
+        return "torch, the plain reference"
+
     def plan_attention(
         self, rows: StepRows, table: Tensor, geometry: PageGeometry, window_keys: int | None
     ) -> AttentionPlan:

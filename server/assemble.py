@@ -42,7 +42,7 @@ from server.model.native_decoder import NativeDecoder, check_native
 from server.model.runner import ModelRunner
 from server.model.source import ModelSource
 from server.model.spec import ModelSpec
-from server.model.weights import Weights, checkpoint_bytes, load_weights
+from server.model.weights import Weights, checkpoint_bytes, held_bytes, load_weights
 from server.request import EngineState, SamplingDefaults
 from server.scheduler.scheduler import Scheduler
 from server.text.chat_template import ChatTemplate
@@ -58,6 +58,10 @@ Text = tuple[Tokenizer, ChatTemplate | None]
 
 TOKENIZER_WAIT_S = 0.5
 """How long a description waits for its tokenizer: most are made by then, and most of what is wrong is found."""
+
+MORE_THAN_PLANNED = 1.25
+"""Times the planned memory of weights: beyond, the operator is told. Padding of panels, which the plan leaves out, is
+less even of a tiny model; weights of which none fits in 12 bits are more."""
 
 STOP_LIMIT_S = 10.0
 """How long the step that is on the device may take to end once everything else has."""
@@ -208,6 +212,7 @@ def build(config: ServeConfig, model: Model) -> Server:
     """Load the weights and put the parts together. The engine is not started."""
     names = config.model.served_model_names or (model.source.name,)
     print(f"{names[0]}:\n{model.memory.table(str(model.source.path))}", flush=True)
+    print(f"  {'kernels':<17} {model.kernels.description}", flush=True)
     print(f"  {'sampling defaults':<17} {_defaults(model.generation)}", flush=True)
     runner = _load(config, model)
     cache = KVCache(model.memory.layout)
@@ -257,6 +262,9 @@ def _load(config: ServeConfig, model: Model) -> ModelRunner:
                 packing=model.kernels.packing if isinstance(model.kernels, NativeKernels) else None,
                 embeds_from_head=isinstance(model.kernels, NativeKernels),
             )
+            taken, planned = held_bytes(weights), model.memory.weight_bytes
+            if taken > MORE_THAN_PLANNED * planned:  # weights whose exponents differ so much that 12 bits do not do
+                log.warning("event=weights_larger_than_planned bytes=%d planned=%d", taken, planned)
             arena = KVArena(model.spec, model.memory.layout, model.dtype, model.device)
         except (MemoryError, torch.OutOfMemoryError, RuntimeError) as error:
             if isinstance(error, RuntimeError) and "memory" not in str(error).lower():

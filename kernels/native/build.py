@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 import os
 import platform
 import shlex
 import shutil
+import signal
 import subprocess
 import tempfile
 from collections.abc import Sequence
@@ -49,6 +51,7 @@ def build(cache: Path, defines: Sequence[str] = (), compiler: str | None = None)
         if _is_whole(target):
             return target
         cache.mkdir(parents=True, exist_ok=True)
+        log.info("event=kernels_compiling compiler=%s once=yes", shlex.join(command))
         with tempfile.TemporaryDirectory(dir=cache, prefix=".build-") as folder:
             output = Path(folder) / target.name
             _compile(command, defines, output)
@@ -56,7 +59,9 @@ def build(cache: Path, defines: Sequence[str] = (), compiler: str | None = None)
             with output.open("ab") as file:
                 file.write(hashlib.sha256(code).digest())
             os.replace(output, target)
-    except (OSError, subprocess.TimeoutExpired) as error:
+    except subprocess.TimeoutExpired as error:
+        raise BuildError(f"{shlex.join(command)} did not end within {error.timeout:g} s") from error
+    except OSError as error:
         raise BuildError(f"cannot compile into {cache}: {error}") from error
     log.info("event=kernels_compiled path=%s", target)
     return target
@@ -85,11 +90,36 @@ def _compile(compiler: Sequence[str], defines: Sequence[str], output: Path) -> N
         str(output),
         "-lm",
     ]
-    done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=TIMEOUT_S, check=False)
-    if done.returncode != 0:
-        lines = done.stderr.strip().splitlines()
-        first = next((line for line in lines if "error" in line), lines[0] if lines else f"status {done.returncode}")
-        raise BuildError(f"{shlex.join(compiler)} failed: {first.strip()[:300]}")
+    status, _, errors = _run(command, TIMEOUT_S)
+    if status != 0:
+        lines = errors.strip().splitlines()
+        first = next((line for line in lines if "error" in line), lines[0] if lines else f"status {status}")
+        raise BuildError(f"{shlex.join(compiler)} failed: {_printable(first.strip()[:300])}")
+    if not output.is_file():
+        raise BuildError(f"{shlex.join(compiler)} failed: it ended well and wrote nothing")
+
+
+def _run(command: Sequence[str], limit_s: float) -> tuple[int, str, str]:
+    """Exit status, output and errors. A command that takes too long ends with all that it started."""
+    with subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+    ) as process:
+        try:
+            output, errors = process.communicate(timeout=limit_s)
+        except BaseException:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            raise
+    return process.returncode, output, errors
+
+
+def _printable(text: str) -> str:
+    return "".join(each if each.isprintable() else " " for each in text)
 
 
 def _is_whole(path: Path) -> bool:
@@ -111,9 +141,10 @@ def _key(compiler: Sequence[str], defines: Sequence[str]) -> str:
 
 def _version(compiler: Sequence[str]) -> str:
     try:
-        done = subprocess.run([*compiler, "--version"], capture_output=True, text=True, errors="replace", timeout=10)
-        return done.stdout.strip()
-    except (OSError, subprocess.TimeoutExpired) as error:
+        return _run([*compiler, "--version"], 10)[1].strip()
+    except subprocess.TimeoutExpired as error:
+        raise BuildError(f"{shlex.join(compiler)} does not say its version within {error.timeout:g} s") from error
+    except OSError as error:
         raise BuildError(f"{shlex.join(compiler)} does not run: {error}") from error
 
 

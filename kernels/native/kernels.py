@@ -70,6 +70,12 @@ class NativeKernels(ReferenceKernels):
         self.int8 = int8
         self.bf12 = not int8 and (bool(lib.tp_has_bf12()) if bf12 is None else bf12)
 
+    @property
+    def description(self) -> str:
+        if self.int8:
+            return "native, weights in int8"
+        return "native, weights in bf16 of 12 bits without loss" if self.bf12 else "native, weights in bf16"
+
     def pack(self, weight: Matrix) -> Matrix:
         return pack(weight, int8=self.int8, bf12=self._bf12_library)
 

@@ -16,7 +16,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, CancelledError, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from kernels.packing import Packing, WholePacking
-from kernels.quantized import BlockScaled, Matrix
+from kernels.quantized import BlockScaled, Matrix, QuantizedMatrix
 from server.errors import StartupError
 from server.model.checkpoint import Checkpoint
 from server.model.expert_files import STORED, Stored
@@ -183,6 +183,24 @@ def weight_bytes(
             extra_rows = attention.heads + attention.kv_heads - 2
             total += extra_rows * attention.head_dim * _stored_dtype("q_norm", dtype).itemsize
     return total
+
+
+def held_bytes(weights: Weights) -> int:
+    """Memory that loaded weights take; what two places share counts once."""
+    found: dict[int, int] = {}
+
+    def visit(value: object) -> None:
+        if isinstance(value, Tensor | QuantizedMatrix):
+            found[id(value)] = value.nbytes
+        elif isinstance(value, tuple):
+            for entry in value:
+                visit(entry)
+        elif is_dataclass(value):
+            for each in fields(value):
+                visit(getattr(value, each.name))
+
+    visit(weights)
+    return sum(found.values())
 
 
 def _layer_shapes(spec: ModelSpec, layer: LayerSpec) -> dict[str, tuple[int, ...]]:

@@ -37,6 +37,16 @@ def prompts(tmp_path_factory: pytest.TempPathFactory) -> Prompts:
     return Prompts(path, seed=1)
 
 
+def test_words_are_entries_that_texts_lead_to(tmp_path: Path) -> None:
+    """`Ġfox` stands in the vocabulary, but no merges make it."""
+    merges = [("Ġ", "c"), ("Ġc", "a"), ("Ġca", "t")]
+    entries = ["Ġ", *"acfotx", *("".join(merge) for merge in merges), "Ġfox"]
+    tokenizer = Tokenizer(models.BPE({entry: index for index, entry in enumerate(entries)}, merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    assert Prompts(tmp_path / "tokenizer.json", seed=1).of_words(3) == " cat cat cat"
+
+
 @asynccontextmanager
 async def client_of(server: FakeServer, prompts: Prompts) -> AsyncIterator[Client]:
     async with serving(server), open_session() as session:
@@ -164,5 +174,5 @@ async def test_a_cold_prompt_is_sent_greedy_and_sampled(prompts: Prompts) -> Non
 def test_a_vocabulary_whose_words_are_several_tokens_is_refused(tmp_path: Path) -> None:
     tokenizer = Tokenizer(models.BPE({"Ġabc": 0, "Ġ": 1, "a": 2, "b": 3, "c": 4}, []))
     tokenizer.save(str(tmp_path / "tokenizer.json"))
-    with pytest.raises(ValueError, match="200 words"):
+    with pytest.raises(ValueError, match="no word of its vocabulary is one token in a text"):
         Prompts(tmp_path / "tokenizer.json", seed=1)

@@ -13,7 +13,7 @@ BASE=docker.io/library/debian:12.12-slim
 IMAGE=localhost/twinpane:cpu
 PROJECT=$(cd "$(dirname "$0")/../.." && pwd)
 
-action=${1:?build or run}
+action=${1:?build or run, then a folder for the images}
 folder=$(realpath -m "${2:?a folder for the images}")
 shift 2
 mkdir -p "$folder"

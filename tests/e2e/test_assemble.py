@@ -10,18 +10,22 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import httpx
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from kernels.native.build import BuildError
+from kernels.native.kernels import NativeKernels
 from server import assemble
 from server.config import CacheConfig, ModelConfig, SchedulerConfig, ServeConfig
 from server.errors import StartupError
 from server.model.source import resolve
 from server.request import Conversation, Message
-from tests.model.folders import write_companions, write_tokenizer, write_xiaomi
+from tests.model.checkpoints import write_checkpoint
+from tests.model.folders import VOCAB, write_companions, write_tokenizer, write_xiaomi
 from tests.processes import Served, serving
 
 
@@ -271,3 +275,22 @@ def test_a_second_interrupt_ends_the_process_at_once_with_code_130(folder: Path,
         assert served.process.wait(10) == 130
         asking.join(20)
         assert not asking.is_alive()
+
+
+@pytest.mark.parametrize("odd", [False, True])
+def test_weights_that_take_more_than_planned_are_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, kernels_cache: Path, odd: bool
+) -> None:
+    """12 bits a weight are planned where the processor has them; weights of all exponents take 16."""
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 4}
+    config = {"model_type": "llama", "num_hidden_layers": 2, "vocab_size": VOCAB, **sizes, "rms_norm_eps": 1e-5}
+    model = LlamaForCausalLM(LlamaConfig(**config)).bfloat16()
+    if odd:
+        for tensor in model.state_dict().values():
+            tensor.mul_(torch.exp2(torch.randint(-90, 1, tensor.shape)))
+    write_checkpoint(tmp_path, {**config, "max_position_embeddings": 512}, dict(model.state_dict()))
+    write_tokenizer(tmp_path)
+    write_companions(tmp_path)
+    with mock.patch("server.assemble._native", return_value=NativeKernels(kernels_cache, 1, bf12=True)):
+        assemble.build(config_of(tmp_path), describe(tmp_path, dtype="bfloat16"))
+    assert ("event=weights_larger_than_planned" in caplog.text) == odd

@@ -123,7 +123,8 @@ def test_cc_is_taken_where_there_is_no_gcc(
         ("echo 'cc1: out of memory' >&2; exit 1", "cc1: out of memory"),
         ("printf 'Fehler \\344\\n' >&2; exit 4", "Fehler"),
         ("exit 3", "status 3"),
-        ("exit 0", "cannot compile into"),
+        ("exit 0", "it ended well and wrote nothing"),
+        ("printf 'error: \\033[31mred\\033[0m\\007\\n' >&2; exit 1", "error:  [31mred [0m"),
         ("kill -9 $$", "status -9"),
     ],
 )
@@ -141,10 +142,21 @@ def test_a_compiler_that_fails_is_reported_in_one_line_and_leaves_nothing(
 def test_a_compiler_that_never_ends_is_not_waited_for_for_ever(
     tmp_path: Path, fake_compiler: FakeCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    compiler = fake_compiler("exec sleep 60")
-    monkeypatch.setattr(building, "TIMEOUT_S", 0.2)
-    with pytest.raises(BuildError, match="timed out"):
+    """Nor does what it started live on."""
+    compiler = fake_compiler(f"sleep 60 & echo $! > {tmp_path / 'child'}; wait")
+    monkeypatch.setattr(building, "TIMEOUT_S", 1.0)
+    with pytest.raises(BuildError, match="did not end within 1 s"):
         build(tmp_path / "cache", (), compiler)
+    status = Path(f"/proc/{(tmp_path / 'child').read_text().strip()}/status")
+    assert not status.exists() or "State:\tZ" in status.read_text(), "its child runs on"
+
+
+def test_a_library_that_cannot_be_loaded_is_made_anew_next_time(tmp_path: Path, fake_compiler: FakeCompiler) -> None:
+    """What a compiler wrote once, in an evil hour, is not kept for good."""
+    compiler = fake_compiler()  # writes something that is no library
+    with pytest.raises(BuildError, match="cannot load"):
+        NativeKernels(tmp_path / "cache", 1, compiler=compiler)
+    assert list((tmp_path / "cache").iterdir()) == []
 
 
 def test_a_cache_that_cannot_be_written_is_reported(tmp_path: Path, fake_compiler: FakeCompiler) -> None:
@@ -194,4 +206,7 @@ def test_compiling_is_logged_once(
     with caplog.at_level(logging.INFO, "twinpane.kernels"):
         build(tmp_path / "cache", (), compiler)
         build(tmp_path / "cache", (), compiler)
-    assert len(caplog.records) == 1
+    assert [record.getMessage().split()[0] for record in caplog.records] == [
+        "event=kernels_compiling",
+        "event=kernels_compiled",
+    ]
