@@ -40,8 +40,9 @@ class SleepingDevice:
     step_s: float
     spans: list[tuple[float, float]] = field(default_factory=list)
 
-    def run(self, plan: StepPlan) -> StepResult:
+    def run(self, plan: StepPlan, begun: Callable[[], None]) -> StepResult:
         started_s = time.perf_counter()
+        begun()
         time.sleep(self.step_s)
         token = RowResult(token=SampledToken(token_id=1))
         rows = tuple(token if row.samples else RowResult() for row in plan.rows)

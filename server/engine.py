@@ -4,6 +4,7 @@ one runs."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import sys
 import time
@@ -11,7 +12,8 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Protocol
+from functools import partial
+from typing import Protocol, TypeVar
 
 from server.errors import BadRequest, EngineFailed, TwinpaneError, Unavailable
 from server.metrics import RequestFacts, StepFacts
@@ -21,6 +23,7 @@ from server.scheduler.scheduler import Scheduler
 from server.step import RowPlan, RowResult, StepInterrupted, StepPlan, StepResult
 
 log = logging.getLogger("twinpane.engine")
+T = TypeVar("T")
 
 STEPS_IN_FLIGHT = 2
 """One on the device, and the next one handed over before it ends."""
@@ -33,8 +36,11 @@ on its way from one step to the next, would stand still until the loop has writt
 class Runner(Protocol):
     """The device. `run` and `check` block and are called on one thread only, steps in the order of their plans."""
 
-    def run(self, plan: StepPlan) -> StepResult:
-        """Do a step. May be called again for a part of the same plan after it raised."""
+    def run(self, plan: StepPlan, begun: Callable[[], None]) -> StepResult:
+        """Do a step. May be called again for a part of the same plan after it raised.
+
+        begun is called when the device computes and this thread only waits for it: until then, whoever else runs
+        Python keeps the device waiting."""
         ...
 
     def check(self) -> None:
@@ -101,6 +107,9 @@ class InferenceEngine:
         self._device = ThreadPoolExecutor(max_workers=1, thread_name_prefix="device")
         self._steps_in_flight = steps_in_flight
         self._in_flight: deque[_InFlight] = deque()
+        self._handed = 0  # steps that the device thread got
+        self._taken = 0  # those of them that it began with
+        self._unreported: Callable[[], None] | None = None  # a step that is over; on the device thread
         self._pace = Pace()
         self._device_free_s = 0.0  # when the last step that was taken back ended
         self._work = asyncio.Event()
@@ -251,7 +260,9 @@ class InferenceEngine:
         plan = self._scheduler.plan(self._clock())
         if plan is None:
             return False
-        done = asyncio.get_running_loop().run_in_executor(self._device, self._run_on_device, plan)
+        done: asyncio.Future[_Ran | None] = asyncio.get_running_loop().create_future()
+        self._device.submit(self._run_on_device, plan, done)
+        self._handed += 1
         handed_s = time.perf_counter()
         self._in_flight.append(
             _InFlight(plan=plan, tokens=plan.token_count, done=done, handed_s=handed_s, delayed=delayed)
@@ -278,14 +289,33 @@ class InferenceEngine:
         if ran.broken:  # the requests or the device? one client's requests must not end the server
             await asyncio.get_running_loop().run_in_executor(self._device, self._runner.check)
 
-    def _run_on_device(self, plan: StepPlan) -> _Ran | None:
-        """On the device thread. A step that has not begun when the engine is stopped is skipped: it may be a long
-        prompt, and nobody would get anything of it."""
+    def _run_on_device(self, plan: StepPlan, done: asyncio.Future[_Ran | None]) -> None:
+        """On the device thread. A step that is over is reported once the next one has begun, if that is here already:
+        what the loop then does for it, the device need not wait for."""
+        self._taken += 1
+        try:
+            settle = partial(_set_result, done, self._ran(plan))
+        except BaseException as error:
+            settle = partial(_set_exception, done, error)
+        self._report()
+        self._unreported = partial(_call_soon, done.get_loop(), settle)
+        if self._taken >= self._handed:  # handed lags for a moment
+            self._report()
+
+    def _report(self) -> None:
+        """On the device thread: let the loop take back the step before this one."""
+        report, self._unreported = self._unreported, None
+        if report is not None:
+            report()
+
+    def _ran(self, plan: StepPlan) -> _Ran | None:
+        """A step that has not begun when the engine is stopped is skipped: it may be a long prompt, and nobody would
+        get anything of it."""
         if self._state is EngineState.STOPPED:
             return None
         started_s = time.perf_counter()
         try:
-            result, broken = run_isolated(self._runner, plan)
+            result, broken = run_isolated(self._runner, plan, self._report)
         except StepInterrupted:
             return None
         return _Ran(result=result, broken=broken, started_s=started_s, ended_s=time.perf_counter())
@@ -306,16 +336,32 @@ class InferenceEngine:
             self._empty.set()
 
 
-def run_isolated(runner: Runner, plan: StepPlan) -> tuple[StepResult, bool]:
+def _call_soon(loop: asyncio.AbstractEventLoop, function: Callable[[], None]) -> None:
+    """From another thread; a loop that is closed waits for nothing."""
+    with contextlib.suppress(RuntimeError):
+        loop.call_soon_threadsafe(function)
+
+
+def _set_result(future: asyncio.Future[T], result: T) -> None:
+    if not future.done():
+        future.set_result(result)
+
+
+def _set_exception(future: asyncio.Future[T], error: BaseException) -> None:
+    if not future.done():
+        future.set_exception(error)
+
+
+def run_isolated(runner: Runner, plan: StepPlan, begun: Callable[[], None]) -> tuple[StepResult, bool]:
     """Run a plan; if it raises, run its rows one by one, so that only the row at fault fails. Also says whether nothing
-    in it could be run.
+    in it could be run. begun: see Runner.run; it may be called more than once.
 
     Rows write their own pages only and the same values each time, so running a row again is harmless. The moves were
     made by the first try.
     """
     started_s = time.perf_counter()
     try:
-        return runner.run(plan), False
+        return runner.run(plan, begun), False
     except StepInterrupted:
         raise
     except Exception as error:
@@ -323,15 +369,15 @@ def run_isolated(runner: Runner, plan: StepPlan) -> tuple[StepResult, bool]:
         if len(plan.rows) == 1:
             tried = [(RowResult(failure=_cause(error)), True)]
         else:
-            tried = [_run_row(runner, _alone(plan, row)) for row in plan.rows]
+            tried = [_run_row(runner, _alone(plan, row), begun) for row in plan.rows]
         rows = tuple(result for result, _ in tried)
         result = StepResult(step_id=plan.step_id, rows=rows, device_s=time.perf_counter() - started_s)
         return result, all(raised for _, raised in tried)
 
 
-def _run_row(runner: Runner, plan: StepPlan) -> tuple[RowResult, bool]:
+def _run_row(runner: Runner, plan: StepPlan, begun: Callable[[], None]) -> tuple[RowResult, bool]:
     try:
-        return runner.run(plan).rows[0], False
+        return runner.run(plan, begun).rows[0], False
     except StepInterrupted:
         raise
     except Exception as error:

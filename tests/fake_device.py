@@ -66,7 +66,8 @@ class FakeDevice:
     moves: int = 0
     interrupted: threading.Event = field(default_factory=threading.Event)
 
-    def run(self, plan: StepPlan) -> StepResult:
+    def run(self, plan: StepPlan, begun: Callable[[], None] = lambda: None) -> StepResult:
+        begun()
         self.before_step(plan)
         self.steps += 1
         for move in plan.moves:

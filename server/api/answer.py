@@ -10,6 +10,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Protocol, Self
 
 from server.api import limits
@@ -20,7 +21,7 @@ from server.api.errors import HttpRefusal, WireError, wire_error
 from server.api.events import CountedOutput, Endings, EventChannel
 from server.api.logprobs import Report
 from server.api.parse_sampling import Generation
-from server.errors import BadRequest
+from server.errors import BadRequest, TwinpaneError
 from server.request import (
     ChoiceFinished,
     GenerationRequest,
@@ -49,7 +50,8 @@ class Job:
     """
 
     def __init__(self, ctx: ApiContext, call: Call, generation: Generation, *, prompts: int = 1) -> None:
-        self.channel = EventChannel(max_bytes=limits.MAX_BACKLOG_BYTES, on_overflow=self.cancel)
+        self.turn = ctx.turn
+        self.channel = EventChannel(ctx.turn, max_bytes=limits.MAX_BACKLOG_BYTES, on_overflow=self.cancel)
         self.choices = prompts * generation.n
         self.endings = Endings(choices=self.choices, metrics=ctx.metrics, request_id=call.request_id)
         self.prompt_tokens = 0
@@ -167,10 +169,10 @@ async def collect(call: Call, job: Job, make_report: Callable[[], Report]) -> li
     size_bytes = 0
     call.on_gone(job.leave)
     while not job.endings.finished:
-        events = await job.channel.take(limits.EVENTS_PER_WRITE)
+        await job.channel.wait(partial(job.channel.only_text, limits.EVENTS_PER_WRITE))
         if call.gone:
             raise ClientGone
-        shown, error = job.endings.admit(events)
+        shown, error = job.endings.admit(job.channel.take(limits.EVENTS_PER_WRITE))
         for event in shown:
             collected = choices[event.choice]
             if isinstance(event, TextDelta):
@@ -253,7 +255,7 @@ async def stream(call: Call, job: Job, shape: StreamShape, *, keep_alive_s: floa
     alive = KeepAlive(job.channel.wake, interval_s=keep_alive_s)
     try:
         await call.start(200, {**STREAM_HEADERS, **headers})
-        await _write_events(call, job, shape, alive)
+        await _Writer(call, job, shape, alive).write_all()
     except Exception as error:
         if not call.gone and not call.ended:
             broken = wire_error(job.endings.broken(error), request_id=call.request_id)
@@ -262,27 +264,62 @@ async def stream(call: Call, job: Job, shape: StreamShape, *, keep_alive_s: floa
         alive.stop()
 
 
-async def _write_events(call: Call, job: Job, shape: StreamShape, alive: KeepAlive) -> None:
-    opening = shape.opening()
-    while not call.gone:
-        shown, error = job.endings.admit(await job.channel.take(limits.EVENTS_PER_WRITE))
-        parts = [shape.delta(event) if isinstance(event, TextDelta) else shape.finish(event) for event in shown]
-        over = error is not None or job.endings.finished
-        if error is not None:
-            level = logging.INFO if isinstance(error, HttpRefusal) else logging.ERROR
-            logger.log(level, "event=answer_failed request_id=%s error=%r", call.request_id, error)
-            parts.append(error_event(wire_error(error, request_id=call.request_id)) + DONE)
-        elif over:
-            parts.append(shape.closing() + DONE)
-        data = b"".join(parts)
+class _Writer:
+    """Writes the events of a call as they come. Owner: the handler of the call.
+
+    Text goes out without waking the handler, as long as the connection takes it.
+    """
+
+    def __init__(self, call: Call, job: Job, shape: StreamShape, alive: KeepAlive) -> None:
+        self._call = call
+        self._job = job
+        self._shape = shape
+        self._alive = alive
+        self._turn = job.turn
+        self._opening = shape.opening()
+
+    async def write_all(self) -> None:
+        """Until the answer is over or the client gone."""
+        call, job, alive = self._call, self._job, self._alive
+        while not call.gone:
+            await job.channel.wait(self._write_text)
+            data, error = self._next()
+            over = error is not None or job.endings.finished
+            if error is not None:
+                level = logging.INFO if isinstance(error, HttpRefusal) else logging.ERROR
+                logger.log(level, "event=answer_failed request_id=%s error=%r", call.request_id, error)
+                data += error_event(wire_error(error, request_id=call.request_id)) + DONE
+            elif over:
+                data += self._shape.closing() + DONE
+            if data:
+                await call.write(self._opened(data), more=not over)
+                alive.sent()
+            elif alive.due:
+                await call.write(KEEP_ALIVE, more=True)
+                alive.sent()
+            if over:
+                return
+            if job.channel.more:
+                await asyncio.sleep(0)  # a long backlog is written in several turns
+
+    def _write_text(self) -> bool:
+        """Pass on what came; False where the handler has to do it: at an end, and where one has to wait."""
+        call = self._call
+        if not call.takes_more or not self._job.channel.only_text(limits.EVENTS_PER_WRITE):
+            return False
+        data, _ = self._next()
         if data:
-            await call.write(opening + data, more=not over)
-            opening = b""
-            alive.sent()
-        elif alive.due:
-            await call.write(KEEP_ALIVE, more=True)
-            alive.sent()
-        if over:
-            return
-        if job.channel.more:
-            await asyncio.sleep(0)  # a long backlog is written in several turns
+            self._turn.behind(partial(call.write_now, self._opened(data)))
+            self._alive.sent()
+        return True
+
+    def _next(self) -> tuple[bytes, TwinpaneError | None]:
+        """The chunks of the next events, and the error that ends them."""
+        shape = self._shape
+        shown, error = self._job.endings.admit(self._job.channel.take(limits.EVENTS_PER_WRITE))
+        parts = [shape.delta(event) if isinstance(event, TextDelta) else shape.finish(event) for event in shown]
+        return b"".join(parts), error
+
+    def _opened(self, data: bytes) -> bytes:
+        opening, self._opening = self._opening, b""
+        return opening + data

@@ -7,7 +7,7 @@ import itertools
 import re
 import secrets
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from server.api.body import ClientGone
 from server.api.errors import CLIENT_GONE_STATUS, WireError
@@ -18,6 +18,21 @@ T = TypeVar("T")
 Headers = Mapping[str, str]
 
 MAX_REQUEST_ID_CHARACTERS = 128
+
+WRITE_NOW = "twinpane.write_now"
+"""An ASGI extension of our own protocol: `takes_more()` says whether the connection takes bytes at once, and
+`write(data)` then sends some more of a response that has begun, which `send` could do only in a coroutine."""
+
+
+class WriteNow(Protocol):
+    """What the extension brings."""
+
+    def takes_more(self) -> bool: ...
+
+    def write(self, data: bytes) -> None:
+        """Not empty."""
+        ...
+
 
 _NOT_IN_ID = re.compile(r"[^A-Za-z0-9._:\-]")
 _NOT_IN_NAME = re.compile(r"[^A-Za-z0-9._\-]")
@@ -59,6 +74,7 @@ class Call:
         self.status: int | None = None
         self.ended = False
         self._send = send
+        self._write_now: WriteNow | None = scope.get("extensions", {}).get(WRITE_NOW)
         self._gone = asyncio.Event()
         self._on_gone: Callable[[], object] | None = None
         self._watcher: asyncio.Task[None] | None = None
@@ -132,6 +148,19 @@ class Call:
         self.ended = not more
         try:
             await self._send({"type": "http.response.body", "body": data, "more_body": more})
+        except OSError:
+            self.lost()
+
+    @property
+    def takes_more(self) -> bool:
+        """Whether `write_now` may be called: the response has begun, the client is there and keeps up."""
+        return self._write_now is not None and not self.gone and not self.ended and self._write_now.takes_more()
+
+    def write_now(self, data: bytes) -> None:
+        """More of a streamed body, from a plain function."""
+        assert self._write_now is not None
+        try:
+            self._write_now.write(data)
         except OSError:
             self.lost()
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from server.api.events import Turn
 from server.config import HttpConfig
 from server.metrics import Metrics
 from server.request import MAX_SEED, Conversation, Engine, Event, OutputStream, SamplingDefaults, StopRules
@@ -73,6 +74,7 @@ class ApiContext:
     created_s: int = field(default_factory=lambda: int(time.time()))
     unix_time: Callable[[], float] = time.time
     draw_seed: Callable[[], int] = draw_seed
+    turn: Turn = field(default_factory=Turn)
 
     def __post_init__(self) -> None:
         assert self.model_names, "a server serves at least one name"

@@ -1,7 +1,11 @@
 """From the engine's synchronous events to a handler that awaits: one channel a call, one ending a call.
 
-The engine never waits for a client: `emit` appends to a queue and wakes the handler. The queue is bounded in bytes: a
-client that reads too slowly loses its call, and nobody else notices.
+The engine never waits for a client: `emit` appends to a queue and notes that the call has something. The queue is
+bounded in bytes: a client that reads too slowly loses its call, and nobody else notices.
+
+A step brings a token to every stream at once, and to wake a task for each of them would cost more than to write them.
+So a handler that has nothing to do but to pass text on leaves a function with the channel. These are called for all
+channels together, in the turn of the loop behind the step, and a handler is woken only where its function says so.
 """
 
 from __future__ import annotations
@@ -27,6 +31,36 @@ from server.request import (
 logger = logging.getLogger("twinpane.api")
 
 
+class Turn:
+    """The channels that have something for their handlers, for all calls of a server. Owner: the event-loop thread.
+
+    What they have is read first, and written behind that, all of it together: whoever takes it, often one process for
+    many streams, is then woken once, and neither half pushes the other out of the processor's caches.
+    """
+
+    def __init__(self) -> None:
+        self._due: list[EventChannel] = []
+        self._behind: list[Callable[[], None]] = []
+
+    def add(self, channel: EventChannel) -> None:
+        """Let it tell its handler in the next turn of the loop."""
+        if not self._due:
+            asyncio.get_running_loop().call_soon(self._run)
+        self._due.append(channel)
+
+    def behind(self, write: Callable[[], None]) -> None:
+        """While channels are told: call this when all have been."""
+        self._behind.append(write)
+
+    def _run(self) -> None:
+        due, self._due = self._due, []
+        for channel in due:
+            channel.tell()
+        behind, self._behind = self._behind, []
+        for write in behind:
+            write()
+
+
 class EventChannel:
     """Events of all choices of one call, in the order the engine emitted them.
 
@@ -34,10 +68,13 @@ class EventChannel:
     when more than max_bytes wait: the last event is then the failure of the call, and later ones are dropped.
     """
 
-    def __init__(self, *, max_bytes: int, on_overflow: Callable[[], object]) -> None:
+    def __init__(self, turn: Turn, *, max_bytes: int, on_overflow: Callable[[], object]) -> None:
         self._events: deque[Event] = deque()
-        self._awake = False  # take need not wait
-        self._sleeper: asyncio.Future[None] | None = None  # take, while it waits
+        self._turn = turn
+        self._due = False  # the next turn tells the handler
+        self._sleeper: asyncio.Future[None] | None = None  # the handler, while it waits
+        self._deal: Callable[[], bool] | None = None  # what the handler left for that time
+        self._awake = False  # the handler need not wait
         self._max_bytes = max_bytes
         self._on_overflow = on_overflow
         self._held_bytes = 0
@@ -53,7 +90,9 @@ class EventChannel:
             event = ChoiceFailed(choice=event.choice, error=_too_slow())
             asyncio.get_running_loop().call_soon(self._on_overflow)
         self._events.append(event)
-        self.wake()
+        if not self._due:
+            self._due = True
+            self._turn.add(self)
 
     def wake(self) -> None:
         """Let the handler look up, whether or not something came."""
@@ -61,20 +100,46 @@ class EventChannel:
         if self._sleeper is not None and not self._sleeper.done():
             self._sleeper.set_result(None)
 
-    async def take(self, at_most: int) -> list[Event]:
-        """The next events; empty if only `wake` was called. One handler at a time."""
-        if not self._awake:
-            self._sleeper = asyncio.get_running_loop().create_future()
+    def tell(self) -> None:
+        """For Turn: something came."""
+        self._due = False
+        if self._deal is None or not self._events:  # the handler is at work, and has it or will find it
+            return
+        try:
+            dealt_with = self._deal()
+        except Exception as error:
+            if self._sleeper is not None and not self._sleeper.done():
+                self._sleeper.set_exception(error)
+            return
+        if not dealt_with:
+            self.wake()
+
+    async def wait(self, deal: Callable[[], bool]) -> None:
+        """Until the handler is needed: `wake` was called, or events came and `deal`, called in a turn of the loop, did
+        not return True. What it raises is raised here. One handler at a time."""
+        if self._awake or self._events:
+            return
+        self._sleeper, self._deal = asyncio.get_running_loop().create_future(), deal
+        try:
             await self._sleeper
+        finally:
+            self._deal = None
+
+    def take(self, at_most: int) -> list[Event]:
+        """The next events, which may be none."""
+        self._awake = False
         if len(self._events) <= at_most:
             events = list(self._events)
             self._events.clear()
             self._held_bytes = 0
-            self._awake = False
         else:
             events = [self._events.popleft() for _ in range(at_most)]
             self._held_bytes -= sum(map(held_bytes, events))
         return events
+
+    def only_text(self, at_most: int) -> bool:
+        """Whether there are at most so many events, and all of them texts."""
+        return len(self._events) <= at_most and all(isinstance(event, TextDelta) for event in self._events)
 
     @property
     def more(self) -> bool:

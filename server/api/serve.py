@@ -26,6 +26,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from server.api import limits
 from server.api.app import AsgiApp
+from server.api.call import WRITE_NOW
 from server.api.errors import HttpRefusal, wire_error
 from server.config import HttpConfig
 from server.errors import StartupError, Unavailable
@@ -372,7 +373,11 @@ class _Protocol(HttpToolsProtocol):
 
     def _start_asgi_task(self, cycle: Any, app: Any) -> None:
         self._running = cycle
-        super()._start_asgi_task(cycle, _unchunked(app, cycle) if cycle.scope["http_version"] == "1.0" else app)
+        if cycle.scope["http_version"] == "1.0":
+            app = _unchunked(app, cycle)
+        else:
+            cycle.scope["extensions"] = {WRITE_NOW: _ChunkWriter(cycle)}
+        super()._start_asgi_task(cycle, app)
 
     @property
     def _answering(self) -> bool:
@@ -395,6 +400,25 @@ class _Protocol(HttpToolsProtocol):
             % (status, status.phrase.encode(), len(body), body)
         )
         self.transport.close()
+
+
+class _ChunkWriter:
+    """server.api.call.WriteNow for a cycle of uvicorn: what its `send` does with a part of a chunked body."""
+
+    def __init__(self, cycle: Any) -> None:
+        self._cycle = cycle
+
+    def takes_more(self) -> bool:
+        cycle = self._cycle
+        return bool(
+            cycle.chunked_encoding
+            and not cycle.flow.write_paused
+            and not cycle.disconnected
+            and not cycle.response_complete
+        )
+
+    def write(self, data: bytes) -> None:
+        self._cycle.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
 
 
 def _has_body(headers: list[tuple[bytes, bytes]]) -> bool:

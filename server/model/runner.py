@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -35,13 +35,14 @@ class ModelRunner:
         self._logit_rows = torch.empty(0, decoder.spec.vocab)
 
     @torch.inference_mode()
-    def run(self, plan: StepPlan) -> StepResult:
+    def run(self, plan: StepPlan, begun: Callable[[], None] = lambda: None) -> StepResult:
+        """Implements server.engine.Runner."""
         started = time.perf_counter()
         self._prepare(plan)
         rows = {index: filled for index, row in enumerate(plan.rows) if (filled := self._filled(row)) is not None}
         results = [FOLLOWS_NOTHING] * len(plan.rows)
         if rows:
-            for index, result in zip(rows, self._compute(list(rows.values())), strict=True):
+            for index, result in zip(rows, self._compute(list(rows.values()), begun), strict=True):
                 results[index] = result
                 if result.token is not None:
                     self._sampled[rows[index].slot] = (plan.step_id, result.token.token_id)
@@ -81,19 +82,22 @@ class ModelRunner:
             self._logit_rows = torch.empty(rows, self._decoder.spec.vocab)
         return self._decoder.logits(hidden, into=self._logit_rows[:rows])
 
-    def _compute(self, rows: Sequence[RowPlan]) -> list[RowResult]:
+    def _compute(self, rows: Sequence[RowPlan], begun: Callable[[], None]) -> list[RowResult]:
         tokens = torch.tensor([token for row in rows for token in row.tokens], device=self._device)
         batch = Batch(
             [(row.slot, row.start, row.count) for row in rows],
             self._tables[PageKind.FULL],
             self._tables[PageKind.WINDOW],
         )
+        begun()
         hidden = self._decoder.forward(tokens, batch, self._arena)
         sampling = [index for index, row in enumerate(rows) if row.samples]
         results = [RowResult()] * len(rows)
         if sampling:
             last = batch.last_tokens
-            logits = self._logits(hidden[[last[index] for index in sampling]])
+            # Not hidden[...], which would wake torch's threads for it.
+            chosen = torch.tensor([last[index] for index in sampling], device=self._device)
+            logits = self._logits(hidden.index_select(0, chosen))
             for index, result in zip(
                 sampling, self._sampler.sample(logits, [rows[index] for index in sampling]), strict=True
             ):

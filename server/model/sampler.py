@@ -48,6 +48,11 @@ class _SlotState:
     counts: tuple[Tensor, Tensor] | None
     counted_tokens: int
 
+    @property
+    def plain(self) -> bool:
+        """Nothing is reported of its logits, and nothing changes them before the draw."""
+        return self.counts is None and self.bias is None and self.opening.sampling.logprobs is None
+
 
 class Sampler:
     """Owner of the per-slot sampling state. Used on the device thread only."""
@@ -87,12 +92,15 @@ class Sampler:
         """
         states = [self._slots[row.slot] for row in rows]
         finite = torch.isfinite(logits.amax(dim=-1)).tolist() if self._native is None else None
-        reported = self._log_probabilities(logits, states)
-        for row, state in zip(rows, states, strict=True):
-            _count_inputs(state, row)
-        self._penalize(logits, states)
-        self._bias(logits, states)
-        self._suppress_stops(logits, states, rows)
+        reported = {}
+        if not all(state.plain for state in states):
+            reported = self._log_probabilities(logits, states)
+            for row, state in zip(rows, states, strict=True):
+                _count_inputs(state, row)
+            self._penalize(logits, states)
+            self._bias(logits, states)
+        if any(row.suppress_stop for row in rows):
+            self._suppress_stops(logits, states, rows)
         openings, positions = [s.opening for s in states], [row.stop for row in rows]
         if self._native is None:
             tokens = self._choose(logits, openings, positions).tolist()
@@ -195,7 +203,7 @@ def _native_draw(opening: SlotOpening, position: int) -> Draw:
         top_k=params.top_k,
         top_p=params.top_p,
         min_p=params.min_p,
-        key=noise_key(params.seed, opening.choice, position),
+        key=noise_key(params.seed, opening.choice, position) if params.temperature > GREEDY_TEMPERATURE else 0,
     )
 
 

@@ -4,6 +4,7 @@ import asyncio
 import random
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -97,7 +98,10 @@ class House:
         assert_nothing_left(self.engine._scheduler, self.cache)
 
 
-def void(_value: object) -> None:
+Nothing = Callable[[], None]
+
+
+def void(*_values: object) -> None:
     return None
 
 
@@ -212,8 +216,8 @@ async def test_requests_that_break_step_after_step_do_not_end_a_sound_engine() -
 async def test_a_row_that_fails_without_an_exception_asks_nothing_of_the_device() -> None:
     async with House() as house:
         run = house.device.run
-        house.device.run = lambda plan: replace(  # type: ignore[method-assign]
-            run(plan), rows=tuple(RowResult(failure="not finite") for _ in plan.rows)
+        house.device.run = lambda plan, begun: replace(  # type: ignore[method-assign]
+            run(plan, begun), rows=tuple(RowResult(failure="not finite") for _ in plan.rows)
         )
         (output,) = house.submit("a", (1, 2), outputs=5)
         await asyncio.wait_for(house.engine.drained(), 5)
@@ -299,13 +303,42 @@ async def test_page_moves_are_made_once_however_often_rows_are_run() -> None:
     unused = PageId(200)
     move = PageMove(kind=PageKind.FULL, source=unused, target=PageId(201))
     house.device.fails = fail_for(42)
-    result, broken = run_isolated(house.device, replace(plan, moves=(move,)))
+    result, broken = run_isolated(house.device, replace(plan, moves=(move,)), lambda: None)
     assert not broken
     assert [row.failure is None for row in result.rows] == [True, False, True]
     assert house.device.steps == 4
     assert house.device.moves == 1
     house.engine._scheduler.commit(plan, result, 0.1)
     await house.engine.stop()
+
+
+async def test_a_step_is_taken_back_once_the_next_one_has_begun() -> None:
+    """What the loop does for a step must not keep the device from the next one, which is in Python until it begins."""
+    async with House(depth=2) as house:
+        run, (output,) = house.device.run, house.submit("a", (1, 2), outputs=40)
+        taken_back: list[int] = []  # tokens that were there when a step entered Python, and when it began
+
+        def watched(plan: StepPlan, begun: Nothing) -> StepResult:
+            time.sleep(0.005)  # the loop is free, and takes back whatever it was told of
+            before = len(output.tokens)
+            begun()
+            time.sleep(0.005)
+            taken_back.append(len(output.tokens) - before)
+            return run(plan, void)
+
+        house.device.run = watched  # type: ignore[method-assign]
+        await asyncio.wait_for(house.engine.drained(), 20)
+        assert output.tokens == text_alone((1, 2), 40, layout=LAYOUT)
+        assert sum(taken_back) >= 30, taken_back
+
+
+async def test_a_device_that_never_says_that_it_began_holds_nothing_back() -> None:
+    async with House(depth=2) as house:
+        run = house.device.run
+        house.device.run = lambda plan, _begun: run(plan, void)  # type: ignore[method-assign]
+        (output,) = house.submit("a", (1, 2), outputs=20)
+        await asyncio.wait_for(house.engine.drained(), 20)
+        assert output.tokens == text_alone((1, 2), 20, layout=LAYOUT)
 
 
 async def test_the_device_goes_from_step_to_step_while_the_loop_is_busy() -> None:
@@ -316,9 +349,9 @@ async def test_the_device_goes_from_step_to_step_while_the_loop_is_busy() -> Non
             busy: list[tuple[float, float]] = []
             run = house.device.run
 
-            def timed(plan: StepPlan, run=run, busy=busy) -> StepResult:  # type: ignore[no-untyped-def]
+            def timed(plan: StepPlan, begun: Nothing, run=run, busy=busy) -> StepResult:  # type: ignore[no-untyped-def]
                 started = time.perf_counter()
-                result = run(plan)
+                result = run(plan, begun)
                 time.sleep(0.01)
                 busy.append((started, time.perf_counter()))
                 return result

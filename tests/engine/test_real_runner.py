@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -191,12 +192,12 @@ def test_a_failing_row_takes_no_other_along_though_its_next_row_is_handed_over(
             house.submit(name, prompt, outputs=20, sampling=sampling)
         compute = house.device._compute  # type: ignore[attr-defined]
 
-        def choking(rows: list[RowPlan]) -> list[RowResult]:
+        def choking(rows: list[RowPlan], begun: Callable[[], None]) -> list[RowResult]:
             assert not any(row.follows is not None for row in rows)
             computed.extend((row.sequence, row.start) for row in rows)
             if any(row.sequence == 1 and row.start == chokes_at for row in rows):
                 raise RuntimeError("the device choked")
-            return compute(rows)
+            return compute(rows, begun)
 
         house.device._compute = choking  # type: ignore[attr-defined]
         house.run()

@@ -24,7 +24,7 @@
 
 #define MAX_THREADS 256
 #define SPINS 2000 /* some 30 microseconds */
-#define NAP_NS 2000000
+#define NAP_NS 100000 /* short: a core that goes to sleep is offered threads that wait for another one */
 #define JOB_BYTES 512
 
 /* Both words: number of the job in the high half, tasks in the low one. */
