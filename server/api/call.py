@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 import re
 import secrets
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
@@ -14,6 +15,7 @@ from server.api.errors import CLIENT_GONE_STATUS, WireError
 from server.api.limits import MAX_SHOWN_NAMES
 from server.request import RequestId
 
+logger = logging.getLogger("twinpane.api")
 T = TypeVar("T")
 Headers = Mapping[str, str]
 
@@ -157,11 +159,14 @@ class Call:
         return self._write_now is not None and not self.gone and not self.ended and self._write_now.takes_more()
 
     def write_now(self, data: bytes) -> None:
-        """More of a streamed body, from a plain function."""
+        """More of a streamed body, from a plain function. Never raises: other calls are written behind this one."""
         assert self._write_now is not None
         try:
             self._write_now.write(data)
         except OSError:
+            self.lost()
+        except Exception:
+            logger.exception("event=write_failed request_id=%s", self.request_id)
             self.lost()
 
     async def respond(self, status: int, body: bytes, headers: Headers | None = None) -> None:

@@ -49,7 +49,7 @@ class Turn:
         self._due.append(channel)
 
     def behind(self, write: Callable[[], None]) -> None:
-        """While channels are told: call this when all have been."""
+        """While channels are told: call this, which does not raise, when all have been."""
         self._behind.append(write)
 
     def _run(self) -> None:
