@@ -103,7 +103,7 @@ class EventChannel:
     def tell(self) -> None:
         """For Turn: something came."""
         self._due = False
-        if self._deal is None or not self._events:  # the handler is at work, and has it or will find it
+        if self._awake or self._deal is None or not self._events:  # the handler is at work: it has it or will find it
             return
         try:
             dealt_with = self._deal()
@@ -138,8 +138,12 @@ class EventChannel:
         return events
 
     def only_text(self, at_most: int) -> bool:
-        """Whether there are at most so many events, and all of them texts."""
-        return len(self._events) <= at_most and all(isinstance(event, TextDelta) for event in self._events)
+        """Whether there are at most so many events, all of them texts, and far from what the channel may hold."""
+        return (
+            len(self._events) <= at_most
+            and self._held_bytes <= self._max_bytes // 8
+            and all(isinstance(event, TextDelta) for event in self._events)
+        )
 
     @property
     def more(self) -> bool:

@@ -8,9 +8,12 @@ from collections.abc import Callable
 
 import pytest
 
+from server.api import limits
 from server.api.call import WRITE_NOW, Call
 from server.api.events import EventChannel, Turn
 from server.request import ChoiceFinished, Event, FinishReason, TextDelta
+from tests.api.wire import Client
+from tests.fakes import FakeEngine, fake_context, say
 
 FINISH = ChoiceFinished(choice=0, reason=FinishReason.STOP, matched=None, output_tokens=1)
 
@@ -112,6 +115,48 @@ async def test_a_handler_that_is_woken_for_another_reason_finds_what_came_meanwh
     await asyncio.sleep(0)
     await asyncio.wait_for(channel.wait(lambda: False), 1)
     assert channel.take(8) == [text("a")]
+
+
+async def test_an_error_of_dealing_is_not_lost_behind_a_handler_that_was_woken_in_the_same_turn() -> None:
+    channel = new_channel(Turn())
+    dealt: list[Event] = []
+
+    def deal() -> bool:
+        dealt.extend(channel.take(8))
+        raise ValueError("a bug")
+
+    handler = asyncio.create_task(channel.wait(deal))
+    await asyncio.sleep(0)
+    channel.emit(text("a"))
+    channel.wake()
+    await asyncio.wait_for(handler, 1)
+    assert not dealt
+    assert channel.take(8) == [text("a")]
+
+
+async def test_a_handler_that_waits_for_more_is_woken_long_before_the_channel_is_full() -> None:
+    overflowed: list[bool] = []
+    channel = EventChannel(Turn(), max_bytes=80_000, on_overflow=lambda: overflowed.append(True))
+    handler = asyncio.create_task(channel.wait(lambda: channel.only_text(128)))
+    await asyncio.sleep(0)
+    sent = 0
+    while not handler.done():
+        channel.emit(text("x" * 2_000))
+        sent += 1
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+    assert len(channel.take(128)) == sent < 10
+    assert not overflowed
+
+
+async def test_a_whole_answer_whose_events_are_large_is_not_taken_for_a_slow_client(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(limits, "MAX_BACKLOG_BYTES", 8 * 1024)
+    client = Client(fake_context(FakeEngine(script=say("x" * 100))))
+    response = await client.complete(max_tokens=200, logprobs=2)
+    assert response.status_code == 200, response.text
+    assert response.json()["choices"][0]["text"] == "x" * 100
 
 
 @pytest.mark.parametrize("seed", range(20))

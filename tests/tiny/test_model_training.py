@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -28,14 +27,6 @@ STAGES = (
     Stage(until=1.0, shortest=30, longest=90, tokens=384),
 )
 RECIPE = Recipe(tokens=5_000, minutes=1e6, stages=STAGES, warmup_steps=4, dtype=torch.float32)
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def trainer(recipe: Recipe = RECIPE) -> Trainer:
