@@ -303,7 +303,7 @@ GROUPS: Mapping[str, tuple[Flag, ...]] = {
             "model.quantization",
             choice("none", "int8"),
             "int8 rounds plain weights to 8 bits with one scale a row when they are loaded: a third to a half "
-            "of the memory less and up to 1.6 times the speed of one answer on a CPU, see docs/quantization.md for "
+            "of the memory less and up to 1.5 times the speed of one answer on a CPU, see docs/quantization.md for "
             "what it costs; codes that the checkpoint itself holds (fp8, mxfp4) stay as they are",
         ),
         flag(

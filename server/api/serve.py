@@ -40,6 +40,7 @@ FLUSH_TIMEOUT_S = 5
 MAX_DROPPED_BYTES = 64 * 1024 * 1024
 NOT_HTTP = "Invalid HTTP request received."
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
+SIGNAL_ECHO_S = 0.2
 
 
 class App(Protocol):
@@ -564,18 +565,27 @@ async def _drain_when(
 @contextmanager
 def _signals(stopping: asyncio.Event) -> Generator[None, None, None]:
     """The first signal sets `stopping`, the second one ends the process at once. Does nothing outside the main thread,
-    where signals do not arrive."""
+    where signals do not arrive.
+
+    Who signals a whole process group reaches us twice if a parent (make, a shell) passes the signal on: what comes
+    right behind the first is the same request.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     loop = asyncio.get_running_loop()
+    echoes_until_s = 0.0
 
     def on_signal(number: signal.Signals) -> None:
+        nonlocal echoes_until_s
+        if loop.time() < echoes_until_s:
+            return
         if stopping.is_set():
             logger.warning("event=second_signal signal=%s", number.name)
             logging.shutdown()
             os._exit(128 + number)
         logger.info("event=signal signal=%s", number.name)
+        echoes_until_s = loop.time() + SIGNAL_ECHO_S
         stopping.set()
 
     for number in SIGNALS:

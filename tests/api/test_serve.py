@@ -262,7 +262,9 @@ class TestSignals:
         reader = threading.Thread(target=read_until_cut)
         reader.start()
         time.sleep(0.3)
-        process.popen.send_signal(signal.SIGTERM)
+        for _ in range(3):  # a signal to the process group, passed on by parents as well, is one
+            process.popen.send_signal(signal.SIGTERM)
+            time.sleep(0.01)
         time.sleep(0.3)
         assert process.popen.poll() is None
         started_s = time.monotonic()

@@ -20,6 +20,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from kernels.native.build import BuildError
 from kernels.native.kernels import NativeKernels
 from server import assemble
+from server.api.serve import SIGNAL_ECHO_S
 from server.config import CacheConfig, ModelConfig, SchedulerConfig, ServeConfig
 from server.errors import StartupError
 from server.model.source import resolve
@@ -271,6 +272,7 @@ def test_a_second_interrupt_ends_the_process_at_once_with_code_130(folder: Path,
         asking.start()
         for said in ("the step hangs", "event=drain"):
             wait_for(served, said)
+            time.sleep(2 * SIGNAL_ECHO_S)
             served.process.send_signal(signal.SIGINT)
         assert served.process.wait(10) == 130
         asking.join(20)
