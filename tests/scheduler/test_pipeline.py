@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
 from server.cache.kv_cache import Reservation
@@ -175,8 +177,8 @@ def test_a_row_that_fails_takes_its_next_row_along_and_no_other(eager: bool) -> 
     results: list[RowResult] = []
     run = house.device.run
 
-    def noted(plan: StepPlan) -> StepResult:
-        result = run(plan)
+    def noted(plan: StepPlan, begun: Callable[[], None]) -> StepResult:
+        result = run(plan, begun)
         results.extend(result.rows)
         return result
 
