@@ -5,12 +5,16 @@
     python bench/tiny_tasks.py --tasks tool_call,tool_result --raw    only these, as rendered prompts
     python bench/tiny_tasks.py --distance 20 --plot distance.png      needles, 20 in every range of distances
     python bench/tiny_tasks.py --require needle=0.9,copy=0.9          exit code 1 if a score is lower
+    python bench/tiny_tasks.py --network models/twinpane-tiny         no server: the network as it was trained
 
 Any OpenAI-compatible server will do. Every prompt is greedy. A prompt goes to /v1/chat/completions as messages and
 tools; if the server refuses the tools, those with tools go to /v1/completions as text, rendered by the template that
 is shipped with the model. The model is given the same tokens either way, and the table shows whether it was: "same
 prompt" counts the prompts for which the server's own count of tokens is the fixture's. Scores compare where it is all
 of them, whatever the way ("via").
+
+--network measures what a server should reach: every token by a forward of the trainer's network over the whole text,
+with no cache, no batch and none of the server's code between the tokenizer and the sampled token.
 
 When an answer is right (tools/train_tiny/tasks_score.py): thoughts up to </think> do not count; calls are taken from
 `tool_calls`, or from <tool_call> in the text where there are none; content and calls (names, order, arguments with
@@ -166,6 +170,28 @@ def _scored(prompt: Prompt, text: str, answer: Answer, via: str, body: Mapping[s
         via=via,
         same_prompt=None if counted is None else counted == prompt.tokens,
     )
+
+
+def score_network(folder: Path, prompts: Sequence[Prompt], *, max_tokens: int, describe: str) -> list[Scored]:
+    """All of them by the trainer's own loop. Raises CouldNotScore if the folder holds no such model."""
+    from server.errors import StartupError
+    from server.text.tokenizer import Tokenizer
+    from tools.train_tiny.evaluate import greedy
+    from tools.train_tiny.export import load_network
+
+    try:
+        network, tokenizer = load_network(folder), Tokenizer.from_hf_folder(folder)
+    except (OSError, StartupError) as error:
+        raise CouldNotScore(f"{folder} is no folder of a trained network: {error}") from error
+    scored = []
+    for prompt in tqdm(prompts, desc=describe, unit="prompt"):
+        ids = tokenizer.encode(prompt.text, parse_special=True, add_bos=False)
+        written = greedy(network, ids, limit=max_tokens, stops=tokenizer.stop_token_ids)
+        kept = [token for token in written if token not in tokenizer.stop_token_ids]
+        text = b"".join(map(tokenizer.token_bytes, kept)).decode(errors="replace")
+        body = {"usage": {"prompt_tokens": len(ids)}}
+        scored.append(_scored(prompt, text, read_text(text, prompt.tools), "network", body))
+    return scored
 
 
 # --- what is shown ------------------------------------------------------------------------------------------------
@@ -336,6 +362,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--base-url", default="http://127.0.0.1:8000/v1", metavar="URL", help="up to /v1 (default %(default)s)")
+    add("--network", type=Path, metavar="FOLDER", help="no server: this folder's network, by the trainer's loop")
     add("--model", metavar="NAME", help="as the server calls it; the first of its list if not given")
     add("--api-key", metavar="KEY", help="sent as a bearer token")
     add("--tasks", type=_tasks, default=TASKS, metavar="A,B", help=f"some of {', '.join(TASKS)} (default: all)")
@@ -401,9 +428,12 @@ async def run(options: argparse.Namespace) -> list[Scored]:
         prompts = spread_over_distances(options.distance)
     else:
         prompts = chosen(load(options.fixture), options.tasks, options.limit)
+    describe = "needles" if options.distance else "tasks"
+    if options.network:
+        return score_network(options.network, prompts, max_tokens=options.max_tokens, describe=describe)
     timeout = aiohttp.ClientTimeout(total=REQUEST_LIMIT_S)
     async with aiohttp.ClientSession(timeout=timeout, headers=wanted.headers) as session:
-        return await Suite(session, wanted).score(prompts, describe="needles" if options.distance else "tasks")
+        return await Suite(session, wanted).score(prompts, describe=describe)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -15,7 +15,7 @@ from tests.tiny.dense_mtp import mtp_logits
 from tests.tiny.networks import VOCAB, network_of, small_config, split_tensors, unsettle
 from tools.train_tiny.attention import attention
 from tools.train_tiny.config import PARAMETER_LIMIT, WINDOW, tiny_spec
-from tools.train_tiny.experts import glu, routed_experts
+from tools.train_tiny.experts import ROWS, glu, routed_experts
 from tools.train_tiny.export import export
 from tools.train_tiny.layers import MoE, RouterLoad, rms_norm
 from tools.train_tiny.loss import head_loss
@@ -172,17 +172,20 @@ def _turn(x: Tensor, angle: Tensor) -> Tensor:
     return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
 
 
-def test_experts_and_their_gradients_equal_the_plain_definition() -> None:
+@pytest.mark.parametrize("count", [50, 3 * ROWS])
+def test_experts_and_their_gradients_equal_the_plain_definition(count: int) -> None:
+    """Three times as many rows as are filled up to, of which one expert gets a whole number."""
     generator = torch.Generator().manual_seed(0)
 
     def leaf(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator, requires_grad=True)
 
-    x, gate_up, down, shares = leaf(50, 8), leaf(5, 12, 8), leaf(5, 8, 6), leaf(50, 2)
-    chosen = torch.stack([torch.randperm(4, generator=generator)[:2] for _ in range(50)])  # nobody chooses the last
+    x, gate_up, down, shares = leaf(count, 8), leaf(5, 12, 8), leaf(5, 8, 6), leaf(count, 2)
+    chosen = torch.stack([1 + torch.randperm(3, generator=generator)[:2] for _ in range(count)])
+    chosen[:ROWS, 0] = 0  # and nobody chooses the last
     found = routed_experts(x, chosen, shares, gate_up, down)
     rows = []
-    for token in range(50):
+    for token in range(count):
         row = torch.zeros(8)
         for expert, share in zip(chosen[token].tolist(), shares[token], strict=True):
             gate, up = (gate_up[expert] @ x[token]).chunk(2)
@@ -190,7 +193,7 @@ def test_experts_and_their_gradients_equal_the_plain_definition() -> None:
         rows.append(row)
     expected = torch.stack(rows)
     assert (found - expected).abs().max() < 1e-4
-    wanted, leaves = torch.randn(50, 8, generator=generator), [x, shares, gate_up, down]
+    wanted, leaves = torch.randn(count, 8, generator=generator), [x, shares, gate_up, down]
     for one, other in zip(
         torch.autograd.grad(found, leaves, wanted), torch.autograd.grad(expected, leaves, wanted), strict=True
     ):

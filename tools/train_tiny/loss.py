@@ -6,12 +6,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from tools.train_tiny import passes
 
 ROWS = 2048
 """Rows whose logits exist at once: they stay in the cache between the product, the softmax and the next product."""
+FILL = 128
+"""Rows are filled up to a whole number of these, with weight 0: see `tools.train_tiny.experts.ROWS`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,8 +27,11 @@ class Loss:
 
 def head_loss(hidden: Tensor, head: Tensor, targets: Tensor, weights: Tensor) -> Loss:
     """hidden [R, M], head [N, M] fp32, targets [R], weights [R]"""
-    value, hits = _HeadLoss.apply(hidden, head, targets, weights / weights.sum())
-    return Loss(value=value, hits=hits)
+    count = targets.numel()
+    fill = -count % FILL
+    filled = F.pad(hidden, (0, 0, 0, fill)), head, F.pad(targets, (0, fill)), F.pad(weights / weights.sum(), (0, fill))
+    value, hits = _HeadLoss.apply(*filled)
+    return Loss(value=value, hits=hits[:count])
 
 
 class _HeadLoss(torch.autograd.Function):

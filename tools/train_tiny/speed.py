@@ -88,6 +88,7 @@ def main() -> None:
     parser.add_argument("--without-mtp", action="store_true")
     wanted = parser.parse_args()
     torch.set_num_threads(wanted.threads)
+    passes.keep_products()
     if not wanted.eager:
         passes.compile_passes()
     for length in map(int, wanted.lengths.split(",")):

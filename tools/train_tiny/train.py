@@ -44,10 +44,11 @@ class Stage:
 
 
 STAGES = (
-    Stage(until=0.35, shortest=48, longest=256, tokens=6144),
-    Stage(until=0.60, shortest=64, longest=640, tokens=8192),
-    Stage(until=0.80, shortest=96, longest=1408, tokens=8192),
-    Stage(until=1.00, shortest=128, longest=2560, tokens=10240),
+    Stage(until=0.10, shortest=40, longest=128, tokens=4096),
+    Stage(until=0.35, shortest=48, longest=256, tokens=4096),
+    Stage(until=0.58, shortest=64, longest=640, tokens=6144),
+    Stage(until=0.78, shortest=96, longest=1408, tokens=6144),
+    Stage(until=1.00, shortest=128, longest=2560, tokens=8192),
 )
 
 
@@ -61,11 +62,11 @@ class Recipe:
     together, beside the main one's 1.
     """
 
-    tokens: int = 24_000_000
+    tokens: int = 20_000_000
     minutes: float = 95.0
     stages: tuple[Stage, ...] = STAGES
     seed: int = 0
-    matrix_lr: float = 0.02
+    matrix_lr: float = 0.006
     vector_lr: float = 0.003
     weight_decay: float = 0.05
     warmup_steps: int = 50
@@ -345,6 +346,7 @@ def main() -> None:
     parser.add_argument("--eager", action="store_true", help="compile nothing: slower, needs no C++ compiler")
     wanted = parser.parse_args()
     torch.set_num_threads(wanted.threads)
+    passes.keep_products()
     if not wanted.eager:
         passes.compile_passes()
     recipe = Recipe(tokens=wanted.tokens, minutes=wanted.minutes, seed=wanted.seed)
