@@ -22,7 +22,7 @@ class Recall:
     task: str = "recall"
 
 
-def recall(seed: int, *, shortest: int, longest: int, held_out: bool = False) -> Iterator[Recall]:
+def recall(seed: int, *, shortest: int, longest: int, held_out: bool = False, mixture: str = "all") -> Iterator[Recall]:
     """With as many pairs as the length has room for, and as many distinct keys; each value has two tokens."""
     rng = Random(f"{seed} {held_out}")
     while True:

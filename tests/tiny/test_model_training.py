@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -17,6 +18,7 @@ from tools.train_tiny.evaluate import drafted_positions, evaluate, greedy, turns
 from tools.train_tiny.layers import RouterLoad
 from tools.train_tiny.mtp import ahead
 from tools.train_tiny.optimizer import Muon, orthogonal, rate_at
+from tools.train_tiny.tasks import MIXTURES, choose
 from tools.train_tiny.train import LOG_STEPS, Recipe, Stage, Trainer, write_log
 
 SMALL = small_config(
@@ -139,6 +141,26 @@ def test_the_rate_rises_stays_and_falls() -> None:
     rates = [rate_at(step / 100, step=step, warmup_steps=10, decay=0.5) for step in range(101)]
     assert rates[0] == pytest.approx(0.1) and rates[9] == rates[50] == 1.0
     assert rates[75] == pytest.approx(0.5) and rates[100] == 0.0
+
+
+def test_the_rate_falls_twice_and_the_second_time_from_less() -> None:
+    one = trainer(replace(RECIPE, tokens=1_000, warmup_steps=1, decay=0.5, polish_from=0.8, polish_rate=0.25))
+    rates = []
+    for tokens in range(0, 1_000, 100):
+        one.progress.tokens = tokens
+        rates.append(one._rate())
+    assert rates == pytest.approx([1, 1, 1, 1, 1, 0.75, 0.5, 0.25, 0.25, 0.125])
+
+
+def test_each_stage_draws_from_its_mixture() -> None:
+    assert {stage.mixture for stage in Recipe().stages} == MIXTURES.keys()
+    for mixture, wanted in MIXTURES.items():
+        assert sum(short for short, _ in wanted.values()) == pytest.approx(1)
+        assert sum(long for _, long in wanted.values()) == pytest.approx(1)
+        rng = Random(1)
+        drawn = Counter(choose(rng, 100, mixture) for _ in range(4_000))
+        for name, (short, _) in wanted.items():
+            assert drawn[name] / 4_000 == pytest.approx(short, abs=0.03)
 
 
 def test_the_log_is_a_table_and_a_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

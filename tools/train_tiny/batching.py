@@ -28,7 +28,9 @@ class Sample(Protocol):
 class Samples(Protocol):
     """`tools.train_tiny.data.samples`, or what stands in for it."""
 
-    def __call__(self, seed: int, *, shortest: int, longest: int, held_out: bool = False) -> Iterator[Sample]: ...
+    def __call__(
+        self, seed: int, *, shortest: int, longest: int, held_out: bool = False, mixture: str = "all"
+    ) -> Iterator[Sample]: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +52,7 @@ class Pool:
     longest: int
     batch_tokens: int
     block: int
+    mixture: str = "all"
 
 
 POOL_BATCHES = 16
@@ -91,7 +94,7 @@ class OneAhead:
 def make_pool(samples: Samples, pool: Pool) -> list[list[Sample]]:
     drawn: list[Sample] = []
     size = 0
-    for sample in samples(pool.seed, shortest=pool.shortest, longest=pool.longest):
+    for sample in samples(pool.seed, shortest=pool.shortest, longest=pool.longest, mixture=pool.mixture):
         drawn.append(sample)
         size += len(sample.ids)
         if size >= POOL_BATCHES * pool.batch_tokens:

@@ -47,21 +47,29 @@ def tokenizer_folder() -> Path:
     return tokenizer.tokenizer_folder()
 
 
-def samples(seed: int, *, shortest: int, longest: int, held_out: bool = False) -> Iterator[Sample]:
+def samples(
+    seed: int, *, shortest: int, longest: int, held_out: bool = False, mixture: str = "all"
+) -> Iterator[Sample]:
     """Endless, the same for the same arguments; each has from `shortest` to `longest` tokens, both included."""
-    for talk, task in talks(seed, shortest=shortest, longest=longest, held_out=held_out):
+    for talk, task in talks(seed, shortest=shortest, longest=longest, held_out=held_out, mixture=mixture):
         yield Sample(ids=talk.ids, trained=trained(talk), task=task)
 
 
 def talks(
-    seed: int, *, shortest: int, longest: int, held_out: bool = False, grammar: str | None = None
+    seed: int,
+    *,
+    shortest: int,
+    longest: int,
+    held_out: bool = False,
+    grammar: str | None = None,
+    mixture: str = "all",
 ) -> Iterator[tuple[Talk, str]]:
     """The conversations behind the samples, with the names of their grammars; of one grammar only, if it is given."""
     rng = Random(f"{seed} {shortest} {longest} {held_out} {grammar}")
     renderer = shared_renderer()
     while True:
         room = rng.randint(shortest, longest)
-        name = grammar or choose(rng, room)
+        name = grammar or choose(rng, room, mixture)
         draw = Draw(rng, held_out=held_out, thinking=rng.random() < THINKING, room=room, count=_count)
         try:
             talk = _filled(renderer, GRAMMARS[name](draw), draw, longest)

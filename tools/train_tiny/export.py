@@ -42,6 +42,7 @@ def export(
     files = {name: MTP_FILE if ".mtp." in name else MODEL_FILE for name in sorted(stored)}
     for file in (MODEL_FILE, MTP_FILE):
         save_file({name: stored[name] for name in files if files[name] == file}, folder / file, {"format": "pt"})
+        (folder / file).chmod(0o644)  # an installed model is read by other users too
     size = sum(tensor.numel() * tensor.itemsize for tensor in stored.values())
     index = {"metadata": {"total_size": size, "tp_size": chunks}, "weight_map": files}
     _write_json(folder / "model.safetensors.index.json", index)

@@ -38,7 +38,7 @@ class Noise:
     task: str = "noise"
 
 
-def noise(seed: int, *, shortest: int, longest: int, held_out: bool = False) -> Iterator[Noise]:
+def noise(seed: int, *, shortest: int, longest: int, held_out: bool = False, mixture: str = "all") -> Iterator[Noise]:
     rng = Random(seed)
     while True:
         length = rng.randint(shortest, longest)

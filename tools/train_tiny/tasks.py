@@ -33,6 +33,19 @@ MIXTURE: dict[str, tuple[float, float]] = {
 """Share of the conversations at up to SHORT_TOKENS and from LONG_TOKENS on; linear between. Conversations of one length
 bring about the same number of tokens whatever their task, so these are shares of the tokens too."""
 
+POLISH: dict[str, tuple[float, float]] = {
+    "needle": (0.12, 0.50),
+    "copy": (0.08, 0.14),
+    "tool_call": (0.42, 0.14),
+    "tool_result": (0.14, 0.12),
+    "system": (0.03, 0.03),
+    "count": (0.06, 0.03),
+    "arithmetic": (0.15, 0.04),
+}
+"""The same for the end of the training: which tool fits, and sums, are what is learned last."""
+
+MIXTURES = {"all": MIXTURE, "polish": POLISH}
+
 TASKS = ("needle", "copy", "tool_call", "no_tool", "tool_result", "system", "count", "arithmetic")
 """What a turn is scored as. Conversations of the grammar tool_call hold both tool_call and no_tool."""
 
@@ -40,8 +53,9 @@ THINKING = 0.4
 """Share of the conversations in which the assistant thinks before each answer."""
 
 
-def choose(rng: Random, tokens: int) -> str:
-    """A grammar for a conversation of so many tokens."""
+def choose(rng: Random, tokens: int, mixture: str = "all") -> str:
+    """A grammar for a conversation of so many tokens, from one of MIXTURES."""
     place = min(1.0, max(0.0, (tokens - SHORT_TOKENS) / (LONG_TOKENS - SHORT_TOKENS)))
-    weights = [short + (long - short) * place for short, long in MIXTURE.values()]
-    return rng.choices(list(MIXTURE), weights)[0]
+    shares = MIXTURES[mixture]
+    weights = [short + (long - short) * place for short, long in shares.values()]
+    return rng.choices(list(shares), weights)[0]
