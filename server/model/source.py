@@ -78,6 +78,12 @@ SHORT_NAMES: Mapping[str, PackagedModel] = {
     ),
 }
 
+MODELS_FOLDER = Path(__file__).parents[2] / "models"
+"""Beside the packages, in a checkout and where a wheel was installed."""
+
+OWN_MODELS: Mapping[str, Path] = {"tiny": MODELS_FOLDER / "twinpane-tiny"}
+"""Short names of the models that come with this software, and their folders."""
+
 
 def resolve(
     model: str,
@@ -87,12 +93,15 @@ def resolve(
     tokenizer: str | None = None,
     fetch: Callable[[str, str | None], str] | None = None,
     packaged: Mapping[str, PackagedModel] = SHORT_NAMES,
+    own: Mapping[str, Path] = OWN_MODELS,
 ) -> ModelSource:
     """The files of `model`, checked. StartupError says in one line what is missing and where.
 
     A short name wins over everything, then an existing path. What looks like a path never goes to the hub. `tokenizer`
     given means that the folder need not have its own. `fetch(hub id, revision)` returns the folder of a hub model.
     """
+    if model in own:
+        return own_model(model, own[model])
     if model in packaged:
         return packaged_model(model, packaged[model], Path(cache_folder).expanduser() / "models")
     path = Path(model).expanduser()
@@ -105,10 +114,11 @@ def resolve(
     if HUB_ID.fullmatch(model):
         folder = (fetch or fetch_from_hub)(model, revision)
         return folder_model(Path(folder), name=model, needs_tokenizer=tokenizer is None)
-    close = difflib.get_close_matches(model, packaged, n=1)
+    short_names = [*own, *packaged]
+    close = difflib.get_close_matches(model, short_names, n=1)
     raise StartupError(
         f"{model!r} is no file or folder here, no hub id (org/name) and no short name "
-        f"({', '.join(packaged)}){f'; did you mean {close[0]}?' if close else ''}"
+        f"({', '.join(short_names)}){f'; did you mean {close[0]}?' if close else ''}"
     )
 
 
@@ -215,6 +225,12 @@ def hub_failure(hub_id: str, revision: str | None, error: Exception) -> str:
 
 def first_line(error: Exception) -> str:
     return str(error).strip().partition("\n")[0]
+
+
+def own_model(name: str, folder: Path) -> ModelSource:
+    if not folder.is_dir():
+        raise StartupError(f"{folder} is missing, which comes with twinpane: install it again to serve {name}")
+    return folder_model(folder, name=name, needs_tokenizer=True)
 
 
 def packaged_model(name: str, model: PackagedModel, models_folder: Path) -> ModelSource:

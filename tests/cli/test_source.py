@@ -299,6 +299,18 @@ def test_a_missing_package_is_answered_with_the_command_to_run(tmp_path: Path) -
     assert str(caught.value) == wanted
 
 
+def test_the_model_that_comes_along_needs_no_package(tmp_path: Path) -> None:
+    source = resolve("tiny", cache_folder=str(tmp_path / "unused"))
+    assert (source.kind, source.name) == ("hf", "tiny")
+    assert not (tmp_path / "unused").exists()
+
+
+def test_an_installation_without_its_own_model_says_so(tmp_path: Path) -> None:
+    gone = tmp_path / "models" / "twinpane-tiny"
+    with pytest.raises(StartupError, match=f"^{gone} is missing, which comes with twinpane: install it again"):
+        resolve("tiny", cache_folder=str(tmp_path), own={"tiny": gone})
+
+
 @pytest.mark.parametrize("name", ["smollm2-135m", "gemma3-270m"])
 def test_the_real_short_names(name: str, tmp_path: Path) -> None:
     source = resolve(name, cache_folder=str(tmp_path))

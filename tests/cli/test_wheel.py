@@ -9,7 +9,7 @@ import zipfile
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = ("server", "kernels")
+PACKAGES = ("server", "kernels", "models")
 
 
 def test_a_wheel_holds_every_file_of_the_packages_and_nothing_else(tmp_path: Path) -> None:
@@ -32,4 +32,4 @@ def test_a_wheel_holds_every_file_of_the_packages_and_nothing_else(tmp_path: Pat
         for name in found:
             assert archive.read(name) == (source / name).read_bytes(), name
     assert found == wanted
-    assert {Path(name).suffix for name in found} >= {".py", ".c", ".h"}
+    assert {Path(name).suffix for name in found} >= {".py", ".c", ".h", ".json", ".safetensors"}

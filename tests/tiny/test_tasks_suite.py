@@ -95,6 +95,15 @@ def test_the_fixture_has_a_hundred_prompts_of_every_task_and_more(prompts: list[
     assert max(prompt.tokens for prompt in prompts if prompt.task == "needle") > 2_000
 
 
+def test_the_expected_answer_follows_its_prompt_as_the_template_has_it(prompts: list[Prompt]) -> None:
+    for prompt in prompts[::20]:
+        text = prompt.expected_text
+        assert bool(text) is not prompt.thinking
+        if text:
+            assert text.endswith("<|im_end|>")
+            assert is_right(read_text(text.removesuffix("<|im_end|>"), prompt.tools), prompt.expected)
+
+
 def test_the_fixture_is_what_the_grammars_make(prompts: list[Prompt]) -> None:
     assert list(fixture()) == prompts
 

@@ -58,6 +58,21 @@ class Prompt:
         """The prompt as the shipped template renders it, with the start of the assistant's turn."""
         return _rendered(self.messages, self.tools, self.thinking)
 
+    @property
+    def expected_text(self) -> str:
+        """The expected answer as the model is to write it after `text`; "" where a thought comes first, which the
+        fixture does not tell."""
+        if self.thinking:
+            return ""
+        calls = [
+            {"type": "function", "function": {"name": name, "arguments": json.dumps(arguments)}}
+            for name, arguments in self.expected.calls
+        ]
+        answer = {"role": "assistant", "content": self.expected.content, **({"tool_calls": calls} if calls else {})}
+        whole = _rendered([*self.messages, answer], self.tools, self.thinking, goes_on=False)
+        assert whole.startswith(self.text), "the template renders a prompt and its answer as two texts"
+        return whole.removeprefix(self.text)
+
 
 def load(path: Path = FIXTURE) -> list[Prompt]:
     return [_from_json(json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines()]
@@ -177,11 +192,13 @@ def _template() -> CompiledTemplate:
     return CompiledTemplate(TEMPLATE_PATH.read_text(encoding="utf-8"))
 
 
-def _rendered(messages: list[dict[str, Any]], tools: list[dict[str, Any]], thinking: bool) -> str:
+def _rendered(
+    messages: list[dict[str, Any]], tools: list[dict[str, Any]], thinking: bool, *, goes_on: bool = True
+) -> str:
     variables = {
         "messages": [with_argument_objects(message) for message in messages],
         "tools": tools or None,
-        "add_generation_prompt": True,
+        "add_generation_prompt": goes_on,
         "enable_thinking": thinking,
     }
     return _template().render(variables, Deadline(limit_s=_RENDER_LIMIT_S))
