@@ -554,7 +554,7 @@ def default_of(each: Flag) -> Any:
 
 EXAMPLES = """\
 Examples:
-  twinpane serve tiny                                   a toy that comes along: up in seconds, needs no network
+  twinpane serve tiny                                   a toy that comes along, needs no network
   twinpane serve smollm2-135m                           a small model that `make install` brings
   twinpane serve ./my-model --max-model-len 32k         a local folder, shorter context, less memory
   twinpane serve org/name --served-model-name mine      a hub model; HF_TOKEN, HF_HOME are honoured
