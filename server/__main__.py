@@ -23,7 +23,8 @@ usage: twinpane COMMAND ...
 An OpenAI-compatible inference server for hybrid sliding-window models.
 
 Commands:
-  serve MODEL    load a model and answer requests (twinpane serve --help lists its flags)
+  serve MODEL      load a model and answer requests (twinpane serve --help lists its flags)
+  simulate TRACE   play a trace of requests through the prefix cache (twinpane simulate --help)
 
 Flags:
   --help         this text
@@ -32,7 +33,7 @@ Flags:
 Try: twinpane serve smollm2-135m
 """
 
-COMMANDS = ("serve",)
+COMMANDS = ("serve", "simulate")
 HELP = ("-h", "--help", "help")
 
 
@@ -48,6 +49,10 @@ def main(argv: Sequence[str] | None = None, env: MutableMapping[str, str] = os.e
             return 0
         if command not in COMMANDS:
             raise StartupError(unknown_command(command))
+        if command == "simulate":
+            from server.simulator.command import simulate
+
+            return simulate(rest)
         if any(word in HELP[:2] for word in rest):
             print(help_text(), end="")
             return 0

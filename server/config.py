@@ -62,6 +62,7 @@ class SchedulerConfig:
     prefill_chunk_tokens: int = 512
     max_queued_requests: int = 1024
     forgiven_tokens_per_s: float = 500.0
+    prefix_caching: str = "on"
 
     def __post_init__(self) -> None:
         check_branch(self, "scheduler")
@@ -384,6 +385,12 @@ GROUPS: Mapping[str, tuple[Flag, ...]] = {
             "scheduler.forgiven_tokens_per_s",
             number("N", least=0.001),
             "fairness: how many tokens of prompt one second of waiting makes up for",
+        ),
+        flag(
+            "--prefix-caching",
+            "scheduler.prefix_caching",
+            choice("on", "off"),
+            "keep what was computed for prompts that begin alike, as long as memory lasts",
         ),
     ),
     "HTTP": (

@@ -6,7 +6,7 @@ choice, and what a client sees is the sequence of `Event`s those streams emit.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, NewType, Protocol
@@ -197,6 +197,8 @@ class GenerationRequest:
     """A request that passed the border: tokens, rules, and one output stream per choice.
 
     prompt_tokens is never empty and every id is below the vocabulary size. arrival_s is on the engine's clock.
+    cache_salt: only requests with an equal one share cached prefixes. on_admitted is called once, on the event loop,
+    when the first choice begins, with how many of the prompt's tokens were cached.
     """
 
     request_id: RequestId
@@ -206,6 +208,8 @@ class GenerationRequest:
     outputs: tuple[OutputStream, ...]
     arrival_s: float
     priority: int = 0
+    cache_salt: str | None = None
+    on_admitted: Callable[[int], None] = lambda _cached_tokens: None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

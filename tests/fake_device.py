@@ -1,7 +1,7 @@
 """A device without tensors: it keeps page tables and a memory of cells, and reads them as attention would.
 
-Every position of a cell remembers whose it is. A step that reads a cell which the plan did not put there raises, and
-the token it "samples" is a checksum of all that the last query saw, so a wrong page gives another text.
+Every cell remembers what came before it. A step that reads a cell of another text raises, whoever wrote it, and the
+token it "samples" is a checksum of all that the last query saw, so a wrong page gives another text.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from server.step import (
     StepResult,
 )
 
-Cell = tuple[int, int, int]  # sequence, position, token
+Cell = tuple[int, int, int]  # checksum of all tokens up to this one, position, token
 
 
 def checksum(tokens: Sequence[int], window: Sequence[int], *, choice: int, seed: int, vocab: int) -> int:
@@ -102,10 +102,14 @@ class FakeDevice:
                 return FOLLOWS_NOTHING
             row = row.filled(last)
         kinds = [PageKind.FULL, PageKind.WINDOW] if self.layout.has_window else [PageKind.FULL]
+        before = self._cell(row.slot, PageKind.FULL, row.start - 1) if row.start else (0, -1, 0)
+        assert before is not None, f"position {row.start - 1} of {row.sequence} was never computed"
+        text = before[0]
         for position, token in enumerate(row.tokens, start=row.start):
+            text = _longer(text, token)
             for kind in kinds:
                 page, offset = self._place(row.slot, kind, position)
-                self._page(kind, page)[offset] = (row.sequence, position, token)
+                self._page(kind, page)[offset] = (text, position, token)
         full: list[int] = []
         window: list[int] = []
         for query in {row.start, row.stop - 1}:
@@ -125,15 +129,23 @@ class FakeDevice:
         return RowResult(token=SampledToken(token_id=token))
 
     def _read(self, row: RowPlan, kind: PageKind, first: int, last: int) -> list[int]:
-        tokens = []
+        """Window cells are those of the same text as the full ones, which are one text from the first on."""
+        tokens, text = [], 0
         for position in range(first, last + 1):
-            page, offset = self._place(row.slot, kind, position)
-            cell = self._page(kind, page)[offset]
-            assert cell is not None and cell[:2] == (row.sequence, position), (
-                f"{kind.name} page {page} holds {cell} where position {position} of {row.sequence} is read"
+            cell = self._cell(row.slot, kind, position)
+            wanted = self._cell(row.slot, PageKind.FULL, position) if kind is PageKind.WINDOW else None
+            if kind is PageKind.FULL and cell is not None:
+                text = _longer(text, cell[2])
+                wanted = (text, position, cell[2])
+            assert cell is not None and cell == wanted, (
+                f"{kind.name} page holds {cell} where position {position} of {row.sequence} is read"
             )
             tokens.append(cell[2])
         return tokens
+
+    def _cell(self, slot: SlotId, kind: PageKind, position: int) -> Cell | None:
+        page, offset = self._place(slot, kind, position)
+        return self._page(kind, page)[offset]
 
     def _place(self, slot: SlotId, kind: PageKind, position: int) -> tuple[PageId, int]:
         logical, offset = divmod(position, self.layout.page_tokens)
@@ -162,9 +174,13 @@ class FakeDevice:
         return begin, begin + size
 
 
+def _longer(text: int, token: int) -> int:
+    return zlib.crc32(repr((text, token)).encode())
+
+
 class PagesInFlight:
     """Watches over the bytes that handed over and uncommitted steps read and write, from the plans alone: raises when a
-    plan gives any of them to another sequence, or moves pages at all meanwhile.
+    plan gives any of them to another sequence, or moves pages at all meanwhile. Two may read the same.
 
     A device that does one step after the other would forgive that, and one that copies pages on the side would not.
     """
@@ -172,17 +188,22 @@ class PagesInFlight:
     def __init__(self, layout: KVLayout) -> None:
         self._layout = layout
         self._tables: dict[tuple[SlotId, PageKind], dict[int, PageId]] = defaultdict(dict)
-        self._steps: dict[StepId, dict[tuple[PageKind, PageId], SequenceId]] = {}
+        self._steps: dict[StepId, dict[tuple[PageKind, PageId], tuple[SequenceId, bool]]] = {}
 
     def hand_over(self, plan: StepPlan) -> None:
         assert not self._steps or not plan.moves, "pages move while a step is in flight"
         for write in plan.writes:
             self._tables[write.slot, write.kind].update(enumerate(write.pages, start=write.first_page))
-        mine = {page: row.sequence for row in plan.rows for page in self._touched(row)}
+        mine: dict[tuple[PageKind, PageId], tuple[SequenceId, bool]] = {}
+        for row in plan.rows:
+            for page, writes in self._touched(row):
+                mine[page] = (row.sequence, writes or mine.get(page, (0, False))[1])
         kinds = {self._slab(*page): page[0] for page in mine}
         for step, theirs in self._steps.items():
-            for page, sequence in theirs.items():
-                assert mine.get(page, sequence) == sequence, f"{page} of {sequence} in step {step} was given away"
+            for page, (sequence, writes) in theirs.items():
+                other, writes_too = mine.get(page, (sequence, False))
+                only_read = not writes and not writes_too
+                assert other == sequence or only_read, f"{page} of {sequence} in step {step} was given away"
                 assert kinds.get(self._slab(*page), page[0]) is page[0], f"the slab of {page} changed kind in {step}"
         self._steps[plan.step_id] = mine
 
@@ -190,7 +211,8 @@ class PagesInFlight:
         assert next(iter(self._steps)) == step_id, "steps are committed in the order of their plans"
         del self._steps[step_id]
 
-    def _touched(self, row: RowPlan) -> Iterator[tuple[PageKind, PageId]]:
+    def _touched(self, row: RowPlan) -> Iterator[tuple[tuple[PageKind, PageId], bool]]:
+        """Pages, and whether they are written."""
         for kind in PageKind:
             if kind is PageKind.FULL:
                 first = 0
@@ -199,7 +221,7 @@ class PagesInFlight:
             else:
                 continue
             for logical in range(first // self._layout.page_tokens, (row.stop - 1) // self._layout.page_tokens + 1):
-                yield kind, self._tables[row.slot, kind][logical]
+                yield (kind, self._tables[row.slot, kind][logical]), logical >= row.start // self._layout.page_tokens
 
     def _slab(self, kind: PageKind, page: PageId) -> int:
         full = kind is PageKind.FULL

@@ -57,6 +57,7 @@ class House:
         context_tokens: int = 100_000,
         depth: int = 1,
         eager: bool = False,
+        prefix_caching: bool = False,
         **config: int,
     ) -> None:
         self.layout = layout
@@ -68,7 +69,10 @@ class House:
         self.cache = KVCache(layout)
         self.ended: dict[RequestId, RequestFacts] = {}
         self.scheduler = WatchedScheduler(
-            SchedulerConfig(**config), self.cache, context_tokens=context_tokens, on_end=self._ended
+            SchedulerConfig(prefix_caching="on" if prefix_caching else "off", **config),
+            self.cache,
+            context_tokens=context_tokens,
+            on_end=self._ended,
         )
         self.now = 0.0
         self.preemptions = 0
@@ -162,8 +166,10 @@ class House:
 
 
 def assert_nothing_left(scheduler: Scheduler, cache: KVCache) -> None:
-    """Every map is empty and every page is back."""
+    """Every map is empty and every page is back, or kept as cache for nobody in particular."""
     scheduler.check()
+    cache.flush()
+    cache.check()
     assert scheduler.idle
     assert not scheduler._requests
     assert not scheduler._sequences

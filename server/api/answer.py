@@ -21,6 +21,7 @@ from server.api.errors import HttpRefusal, WireError, wire_error
 from server.api.events import CountedOutput, Endings, EventChannel
 from server.api.logprobs import Report
 from server.api.parse_sampling import Generation
+from server.api.usage import PromptTokens
 from server.errors import BadRequest, TwinpaneError
 from server.request import (
     ChoiceFinished,
@@ -54,7 +55,7 @@ class Job:
         self.channel = EventChannel(ctx.turn, max_bytes=limits.MAX_BACKLOG_BYTES, on_overflow=self.cancel)
         self.choices = prompts * generation.n
         self.endings = Endings(choices=self.choices, metrics=ctx.metrics, request_id=call.request_id)
-        self.prompt_tokens = 0
+        self.prompt = PromptTokens()
         self._ctx = ctx
         self._call = call
         self._generation = generation
@@ -100,10 +101,12 @@ class Job:
             outputs=tuple(self._output(first_choice + i, stop) for i in range(generation.n)),
             arrival_s=engine.now(),
             priority=generation.priority,
+            cache_salt=generation.cache_salt,
+            on_admitted=self._admitted,
         )
         engine.submit(request)
         self._ids.append(request.request_id)
-        self.prompt_tokens += len(prompt)
+        self.prompt.total += len(prompt)
         logger.info(
             "event=accepted request_id=%s prompt_tokens=%d max_tokens=%d n=%d seed=%d",
             request.request_id,
@@ -112,6 +115,9 @@ class Job:
             generation.n,
             seed,
         )
+
+    def _admitted(self, cached_tokens: int) -> None:
+        self.prompt.cached += cached_tokens
 
     def _output(self, choice: int, stop: StopRules) -> OutputStream:
         wants_logprobs = self._generation.sampling.logprobs is not None

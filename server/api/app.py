@@ -151,7 +151,7 @@ class Api:
                 await stream(call, job, shape, keep_alive_s=self._ctx.http.sse_keep_alive_s, headers=headers)
                 return
             choices = await collect(call, job, ChatReport if logprobs else NoReport)
-            answer = chat_completion(head, choices, prompt_tokens=job.prompt_tokens)
+            answer = chat_completion(head, choices, prompt=job.prompt)
             await call.respond(200, answer, headers)
 
     async def _completions(self, call: Call) -> None:
@@ -177,7 +177,7 @@ class Api:
                 await stream(call, job, shape, keep_alive_s=self._ctx.http.sse_keep_alive_s, headers=headers)
                 return
             choices = await collect(call, job, LegacyReport if logprobs else NoReport)
-            answer = text_completion(head, choices, echoes=echoes, prompt_tokens=job.prompt_tokens)
+            answer = text_completion(head, choices, echoes=echoes, prompt=job.prompt)
             await call.respond(200, answer, headers)
 
     async def _parse(self, call: Call, lease: BodyLease, parse: Parse[T]) -> T:
@@ -326,7 +326,7 @@ def _stream_usage(generation: Generation, job: Job) -> StreamUsage:
     return StreamUsage(
         at_end=generation.include_usage,
         on_chunks=generation.include_usage and generation.continuous_usage,
-        prompt_tokens=job.prompt_tokens,
+        prompt=job.prompt,
         tokens_so_far=lambda: job.tokens_so_far,
     )
 

@@ -10,7 +10,7 @@ import orjson
 
 from server.api.answer import Collected
 from server.api.logprobs import chat_entries
-from server.api.usage import usage
+from server.api.usage import PromptTokens, usage
 from server.request import ChoiceFinished, TextDelta
 
 
@@ -35,15 +35,15 @@ class Head:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamUsage:
-    """Whether a stream tells its usage: at the end, and on every chunk. prompt_tokens is that of all prompts."""
+    """Whether a stream tells its usage: at the end, and on every chunk. The prompt's are those of all."""
 
     at_end: bool
     on_chunks: bool
-    prompt_tokens: int
+    prompt: PromptTokens
     tokens_so_far: Callable[[], int]
 
     def running(self) -> bytes:
-        return orjson.dumps(usage(prompt_tokens=self.prompt_tokens, completion_tokens=self.tokens_so_far()))
+        return orjson.dumps(usage(self.prompt, completion_tokens=self.tokens_so_far()))
 
 
 class Chunks:
@@ -72,7 +72,7 @@ class Chunks:
         """The usage chunk, where asked for."""
         if not self._usage.at_end:
             return b""
-        total = usage(prompt_tokens=self._usage.prompt_tokens, completion_tokens=self._output_tokens)
+        total = usage(self._usage.prompt, completion_tokens=self._output_tokens)
         return b'data: %b,"choices":[],"usage":%b}\n\n' % (self._head, orjson.dumps(total))
 
 
@@ -112,13 +112,13 @@ class ChatStream:
         return self._chunks.closing()
 
 
-def chat_completion(head: Head, choices: Sequence[Collected], *, prompt_tokens: int) -> bytes:
+def chat_completion(head: Head, choices: Sequence[Collected], *, prompt: PromptTokens) -> bytes:
     """The whole answer as one object."""
     return orjson.dumps(
         {
             **head.fields("chat.completion"),
             "choices": [_choice(i, collected) for i, collected in enumerate(choices)],
-            "usage": usage(prompt_tokens=prompt_tokens, completion_tokens=sum(c.output_tokens for c in choices)),
+            "usage": usage(prompt, completion_tokens=sum(c.output_tokens for c in choices)),
         }
     )
 

@@ -10,7 +10,7 @@ import orjson
 from server.api.answer import Collected
 from server.api.chat import Chunks, Head, StreamUsage, finish_members
 from server.api.logprobs import LegacyOffsets
-from server.api.usage import usage
+from server.api.usage import PromptTokens, usage
 from server.request import ChoiceFinished, TextDelta
 
 
@@ -50,7 +50,7 @@ class CompletionStream:
         )
 
 
-def text_completion(head: Head, choices: Sequence[Collected], *, echoes: Sequence[str], prompt_tokens: int) -> bytes:
+def text_completion(head: Head, choices: Sequence[Collected], *, echoes: Sequence[str], prompt: PromptTokens) -> bytes:
     """The whole answer as one object."""
     return orjson.dumps(
         {
@@ -59,7 +59,7 @@ def text_completion(head: Head, choices: Sequence[Collected], *, echoes: Sequenc
                 _choice(i, collected, echo=echo)
                 for i, (collected, echo) in enumerate(zip(choices, echoes, strict=True))
             ],
-            "usage": usage(prompt_tokens=prompt_tokens, completion_tokens=sum(c.output_tokens for c in choices)),
+            "usage": usage(prompt, completion_tokens=sum(c.output_tokens for c in choices)),
         }
     )
 

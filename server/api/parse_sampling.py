@@ -28,11 +28,13 @@ from server.api.fields import (
     number,
     read,
     string,
+    too_long,
     too_many_keys,
     unsupported,
     wrong_type,
 )
 from server.api.limits import (
+    MAX_CACHE_SALT_CHARACTERS,
     MAX_FIELDS,
     MAX_IGNORED_NAMES,
     MAX_LOGIT_BIAS,
@@ -77,6 +79,7 @@ class Generation:
     include_usage: bool
     continuous_usage: bool
     priority: int
+    cache_salt: str | None
     ignored: tuple[str, ...]
 
     def stop_rules(self, *, prompt_tokens: int, limits: EngineLimits, param: str, default_tokens: int) -> StopRules:
@@ -138,6 +141,7 @@ def parse_generation(body: Mapping[str, Json], *, border: Border, logprobs: int 
         include_usage=options["include_usage"],
         continuous_usage=options["continuous_usage_stats"],
         priority=values["priority"],
+        cache_salt=values["cache_salt"],
         ignored=(),
     )
 
@@ -169,6 +173,7 @@ def shared_fields(border: Border) -> Table:
         "ignore_eos": Field(boolean, False),
         "stream": Field(boolean, False),
         "priority": Field(integer(minimum=-MAX_PRIORITY, maximum=MAX_PRIORITY), 0),
+        "cache_salt": Field(_cache_salt),
         "skip_special_tokens": Field(boolean, True),
     }
 
@@ -194,7 +199,7 @@ LATER = frozenset(
         "guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs", "json_schema", "regex",
         "ebnf", "grammar", "structural_tag", "prompt_logprobs", "return_token_ids", "return_prompt_text",
         "use_beam_search", "bad_words", "allowed_token_ids", "logits_processors", "truncate_prompt_tokens",
-        "cache_salt", "lora", "kv_transfer_params",
+        "lora", "kv_transfer_params",
     }
 )  # fmt: skip
 """Fields that would change the answer. Dropping them in silence would be a wrong answer."""
@@ -245,6 +250,15 @@ def _stop_string(value: Json, path: str) -> str:
             f"a string with length {len(text)} instead.",
         )
     return text
+
+
+def _cache_salt(value: Json, path: str) -> str:
+    salt = string(value, path)
+    if not salt:
+        empty_string(path)
+    if len(salt) > MAX_CACHE_SALT_CHARACTERS:
+        too_long(path, MAX_CACHE_SALT_CHARACTERS)
+    return salt
 
 
 def _logit_bias(vocab_size: int) -> Parser[tuple[tuple[int, float], ...]]:

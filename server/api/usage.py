@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 
-def usage(*, prompt_tokens: int, completion_tokens: int, cached_tokens: int = 0) -> dict[str, Any]:
+@dataclass(slots=True)
+class PromptTokens:
+    """Of all prompts of a call, and how many of them were cached: known when their requests are admitted. Owner: the
+    call's Job."""
+
+    total: int = 0
+    cached: int = 0
+
+
+def usage(prompt: PromptTokens, *, completion_tokens: int) -> dict[str, Any]:
     """A prompt counts once, however many choices were made of it; every sampled token counts.
 
     The prediction counts belong to the `prediction` parameter of a request, not to speculative decoding.
     """
     return {
-        "prompt_tokens": prompt_tokens,
+        "prompt_tokens": prompt.total,
         "completion_tokens": completion_tokens,
-        "total_tokens": prompt_tokens + completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": cached_tokens, "audio_tokens": 0},
+        "total_tokens": prompt.total + completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": prompt.cached, "audio_tokens": 0},
         "completion_tokens_details": {
             "reasoning_tokens": 0,
             "audio_tokens": 0,

@@ -9,11 +9,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
-from server.cache.kv_cache import NO_PAGES, KVCache, PageDemand
+import numpy as np
+
+from server.cache.kv_cache import NO_PAGES, KVCache, PageDemand, Prefix
+from server.cache.prefix_tree import Keys
+from server.cache.retention import Ending
 from server.config import SchedulerConfig
 from server.errors import BadRequest, EngineFailed, Overloaded, TooLong, TwinpaneError
 from server.metrics import RequestFacts, StepFacts
-from server.request import GenerationRequest, RequestId, SampledToken
+from server.request import FinishReason, GenerationRequest, RequestId, SampledToken
 from server.scheduler.priority import standing_key
 from server.scheduler.sequence import Sequence
 from server.step import (
@@ -42,6 +46,7 @@ class _Accepted:
     live: dict[SequenceId, Sequence]
     started_s: float | None = None
     first_token_s: float | None = None
+    cached_tokens: int = 0
     output_tokens: int = 0
 
 
@@ -50,6 +55,7 @@ class _PlanBuilder:
     """A plan while it is made."""
 
     step_id: StepId
+    now: float
     budget: int
     moves: list[PageMove] = field(default_factory=list)
     writes: list[TableWrite] = field(default_factory=list)
@@ -152,7 +158,7 @@ class Scheduler:
         if accepted is None:
             return
         for sequence in list(accepted.live.values()):
-            self._drop(sequence)
+            self._drop(sequence, now)
             _guarded(sequence.output.cancel)
         self._end(accepted, "abort", now)
 
@@ -162,7 +168,7 @@ class Scheduler:
         if accepted is None:
             return
         for sequence in list(accepted.live.values()):
-            self._drop(sequence)
+            self._drop(sequence, now)
             _guarded(partial(sequence.output.fail, error))
         self._end(accepted, "error", now)
 
@@ -190,7 +196,7 @@ class Scheduler:
         if self._short and self._cache.steps_in_flight:
             return None
         self._short = False
-        building = _PlanBuilder(step_id=self._next_step, budget=self._config.step_token_budget)
+        building = _PlanBuilder(step_id=self._next_step, now=now, budget=self._config.step_token_budget)
         for sequence, pending in self._running_order():
             if building.budget > 0 and sequence.id in self._running:
                 self._plan_row(sequence, pending, building)
@@ -227,7 +233,7 @@ class Scheduler:
                 continue
             assert sequence.computed_tokens == row.start
             prompt += sequence.advance(stop)
-            self._cache.commit(sequence.id, stop)
+            self._cache.commit(sequence.id, stop, now)
             if row.samples:
                 assert outcome.token is not None, "a row that samples brings a token"
                 generated += 1
@@ -300,7 +306,7 @@ class Scheduler:
         start = sequence.planned_tokens
         stop = start + min(pending, building.budget, self._chunk_tokens)
         while True:
-            reservation = self._cache.reserve(sequence.id, stop)
+            reservation = self._cache.reserve(sequence.id, stop, building.now)
             building.moves += reservation.moves
             building.writes += reservation.writes
             if reservation.granted:
@@ -311,7 +317,7 @@ class Scheduler:
             victim = self._least_worthy(building.planned)
             if victim is None:
                 return False
-            self._preempt(victim)
+            self._preempt(victim, building.now)
             if victim is sequence:
                 return False
         samples = stop == start + pending
@@ -349,14 +355,33 @@ class Scheduler:
             heapq.heappop(self._waiting)
             sequence.slot = SlotId(self._free_slots.pop())
             sequence.epoch += 1
-            sequence.computed_tokens = sequence.planned_tokens = self._cache.open(sequence.id, sequence.slot)
+            resume = self._cache.open(sequence.id, sequence.slot, self._prefix(sequence), now)
+            sequence.computed_tokens = sequence.planned_tokens = resume.start
             self._running[sequence.id] = sequence
             accepted = self._requests[sequence.request.request_id]
             if accepted.started_s is None:
-                accepted.started_s = now
+                accepted.started_s, accepted.cached_tokens = now, int(resume.saved_tokens)
+                _guarded(partial(sequence.request.on_admitted, accepted.cached_tokens))
             building.opened.append(sequence.opening())
             if not self._plan_row(sequence, sequence.pending_tokens, building):
                 return
+
+    def _prefix(self, sequence: Sequence) -> Prefix | None:
+        """How the cache knows what is known of a sequence; after a preemption, its outputs are part of that."""
+        if self._config.prefix_caching == "off":
+            return None
+        page_tokens, known = self._cache.layout.page_tokens, sequence.known_tokens
+
+        def keys(first: int, stop: int) -> Keys:
+            tokens = sequence.tokens(first * page_tokens, stop * page_tokens)
+            return np.array(tokens, dtype=np.int64).reshape(-1, page_tokens)
+
+        return Prefix(
+            keys=keys,
+            pages=known // page_tokens,
+            resumable=(known - 1) // page_tokens,
+            namespace=sequence.request.cache_salt,
+        )
 
     def _outstanding(self) -> PageDemand:
         """What the running sequences will still ask for to compute what they know, and one page more each."""
@@ -390,8 +415,9 @@ class Scheduler:
         victims = [s for s in self._running.values() if s.id not in planned and s is not oldest]
         return max(victims, default=None)
 
-    def _preempt(self, sequence: Sequence) -> None:
-        """Back to the queue, with every page given up; its tokens are known and will be computed again."""
+    def _preempt(self, sequence: Sequence, now: float) -> None:
+        """Back to the queue, with every page given up; its tokens are known, and what is not cached of them will be
+        computed again."""
         log.info(
             "event=preempted request=%s choice=%d computed_tokens=%d",
             sequence.request.request_id,
@@ -399,15 +425,15 @@ class Scheduler:
             sequence.computed_tokens,
         )
         assert not self._cache.steps_in_flight, "what a step in flight brings for it would be lost"
-        self._stop_running(sequence)
+        self._stop_running(sequence, now, Ending.UNKNOWN)
         sequence.computed_tokens = sequence.planned_tokens = 0
         self._enqueue(sequence)
         self._preemptions += 1
 
-    def _stop_running(self, sequence: Sequence) -> None:
+    def _stop_running(self, sequence: Sequence, now: float, ending: Ending) -> None:
         assert sequence.slot is not None
         del self._running[sequence.id]
-        self._cache.close(sequence.id, sequence.last_step)
+        self._cache.close(sequence.id, sequence.last_step, now, ending)
         self._free_slots.append(sequence.slot)
         sequence.slot = None
 
@@ -426,14 +452,14 @@ class Scheduler:
             self.fail(request_id, EngineFailed("the output of this request could not be processed"), now)
             return
         if reason is not None:
-            self._drop(sequence)
+            self._drop(sequence, now, Ending.SAID if reason is FinishReason.STOP else Ending.UNKNOWN)
             if not accepted.live:
                 self._end(accepted, reason.value, now)
 
-    def _drop(self, sequence: Sequence) -> None:
+    def _drop(self, sequence: Sequence, now: float, ending: Ending = Ending.UNKNOWN) -> None:
         """Forget a sequence and give back all it holds, whatever it was doing."""
         if sequence.slot is not None:
-            self._stop_running(sequence)
+            self._stop_running(sequence, now, ending)
         del self._sequences[sequence.id]
         del self._requests[sequence.request.request_id].live[sequence.id]
         if len(self._waiting) > 2 * self.waiting:
@@ -452,7 +478,7 @@ class Scheduler:
             RequestFacts(
                 outcome=outcome,
                 prompt_tokens=len(request.prompt_tokens),
-                cached_tokens=0,
+                cached_tokens=accepted.cached_tokens,
                 output_tokens=accepted.output_tokens,
                 choices=len(request.outputs),
                 max_tokens=request.stop.max_tokens,

@@ -31,14 +31,23 @@ MAY_IMPORT: dict[str, set[str]] = {
     "kernels": set(),
     "server.healthcheck": WORDS,
     # Port and files are checked before torch is imported, so the command line calls these two itself.
-    "server.__main__": WORDS | {"server.assemble", "server.api", "server.model"},
+    "server.__main__": WORDS | {"server.assemble", "server.api", "server.model", "server.simulator"},
+    "server.simulator": WORDS | {"server.cache", "server.model"},
 }
 """Room -> rooms whose modules it may import; its own are always allowed. server.assemble may import everything."""
 
 READS_THE_ENVIRONMENT = {"server.__main__", "server.healthcheck"}
 """They pass it on: the configuration is made of it, in `server.config`, and no other module looks at it."""
 
-WITHOUT_TORCH = ("server.api", "server.engine", "server.scheduler", "server.cache", "server.text", "server.metrics")
+WITHOUT_TORCH = (
+    "server.api",
+    "server.engine",
+    "server.scheduler",
+    "server.cache",
+    "server.text",
+    "server.metrics",
+    "server.simulator",
+)
 
 
 def modules() -> Iterator[tuple[str, Path]]:

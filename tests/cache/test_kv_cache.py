@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from server.cache.kv_cache import KVCache, PageDemand
+from server.cache.kv_cache import NOTHING_CACHED, KVCache, PageDemand
 from server.config import KVLayout
 from server.step import PageKind, SequenceId, SlotId, StepId
 
@@ -36,7 +36,7 @@ def test_random_lives_hold_exactly_the_pages_that_a_future_query_can_see(
         if action < 0.2 and len(computed) < 4:
             sequence = SequenceId(next_id)
             next_id += 1
-            assert cache.open(sequence, SlotId(next_id % 5)) == 0
+            assert cache.open(sequence, SlotId(next_id % 5)) == NOTHING_CACHED
             computed[sequence] = 0
         elif action < 0.8 and computed:
             sequence = rng.choice(list(computed))

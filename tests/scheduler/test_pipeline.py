@@ -234,9 +234,9 @@ def test_shortage_lets_the_steps_in_flight_end_before_it_takes_from_anybody() ->
     house = busy(LITTLE, 2)
     preempted_with = []
     preempt = house.scheduler._preempt
-    house.scheduler._preempt = lambda victim: (  # type: ignore[method-assign,func-returns-value]
+    house.scheduler._preempt = lambda victim, _now: (  # type: ignore[method-assign,func-returns-value]
         preempted_with.append(house.cache.steps_in_flight),
-        preempt(victim),
+        preempt(victim, _now),
     )
     house.run()
     assert preempted_with and set(preempted_with) == {0}
@@ -251,7 +251,7 @@ def test_without_quarantine_the_watch_would_bark() -> None:
     """Pages that go back at once are soon somebody else's, while a step that writes to them is in flight."""
     house = busy(LITTLE, 2)
     close = house.cache.close
-    house.cache.close = lambda sequence, _last_step: close(sequence, None)  # type: ignore[method-assign]
+    house.cache.close = lambda sequence, _last_step, *more: close(sequence, None, *more)  # type: ignore[method-assign]
     with pytest.raises(AssertionError, match=r"was given away|changed kind"):
         house.run()
 
@@ -270,11 +270,11 @@ def refuse(house: House, name: RequestId) -> None:
     """Pages are short for this request as long as a step is in flight."""
     reserve = house.cache.reserve
 
-    def short(sequence: SequenceId, stop: int) -> Reservation:
+    def short(sequence: SequenceId, stop: int, now_s: float = 0.0) -> Reservation:
         running = house.scheduler._running[sequence]
         if running.request.request_id == name and house.cache.steps_in_flight:
             return Reservation(granted=False)
-        return reserve(sequence, stop)
+        return reserve(sequence, stop, now_s)
 
     house.cache.reserve = short  # type: ignore[method-assign]
 

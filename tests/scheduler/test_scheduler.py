@@ -31,7 +31,7 @@ class FakeHouse(House):
 
     device: FakeDevice
 
-    def __init__(self, cut: KVLayout, *, depth: int = 1, eager: bool = False, **settings: int) -> None:
+    def __init__(self, cut: KVLayout, *, depth: int = 1, eager: bool = False, **settings: Any) -> None:
         super().__init__(cut, FakeDevice(layout=cut), depth=depth, eager=eager, **settings)
 
     def submit(self, name: str, prompt: tuple[int, ...], *, seed: int = 0, **settings: Any) -> RequestId:  # type: ignore[override]
@@ -157,6 +157,69 @@ def test_random_traffic_in_little_memory_loses_nothing_and_mixes_nothing(seed: i
                 stopped = text[-1] in output.stop.stop_token_ids and len(text) > output.stop.min_tokens
                 assert output.ending is (FinishReason.STOP if stopped else FinishReason.LENGTH)
     assert house.scheduler.most_in_flight <= house.depth
+    house.assert_empty()
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_random_conversations_over_a_cache_are_answered_as_without_one(seed: int, pipeline: dict[str, Any]) -> None:
+    """Prompts that go on from earlier ones with their answers, branch off, or come twice, in little memory."""
+    rng = random.Random(seed)
+    cut = layout(
+        slabs=rng.choice([9, 14, 30]),
+        page_tokens=rng.choice([1, 4, 16]),
+        window_tokens=rng.choice([1, 7, 16, 33]),
+        window=rng.choice([0, 5, 7]),
+    )
+    house = FakeHouse(
+        cut,
+        **pipeline,
+        prefix_caching=True,
+        max_sequences=rng.choice([1, 3, 8]),
+        prefill_chunk_tokens=rng.choice([1, 5, 16]),
+        step_token_budget=rng.choice([4, 16, 40]),
+    )
+    capacity = house.scheduler.context_tokens
+    if capacity < 8:
+        pytest.skip("nothing fits this arena")
+    texts: list[tuple[int, ...]] = [()]
+    ids: list[RequestId] = []
+
+    def cancel_one() -> None:
+        if ids and rng.random() < 0.03:
+            house.scheduler.cancel(rng.choice(ids), house.now)
+            house.scheduler.check()
+
+    for number in range(40):
+        known = rng.choice(texts[-6:])[: capacity // 2]
+        prompt = known[: rng.choice([len(known), rng.randint(0, len(known))])]
+        prompt += tuple(rng.randrange(3) for _ in range(rng.randint(1, 1 + capacity // 8)))
+        outputs = rng.randint(1, max(1, min(20, capacity - len(prompt))))
+        ids.append(house.submit(f"r{number}", prompt, outputs=outputs, choices=rng.choice([1, 1, 2]), seed=number))
+        for _ in range(rng.randint(0, 9)):
+            cancel_one()
+            house.step(between=cancel_one)
+        texts += [house.prompts[done] + tuple(house.texts(done)[0]) for done in ids[-3:] if done in house.ended]
+    house.run()
+    assert set(house.ended) == set(ids)
+    for request_id in ids:
+        if house.ended[request_id].outcome != "abort":
+            house.assert_answers(request_id, seed=int(request_id[1:]))
+    house.assert_empty()
+
+
+def test_a_prompt_that_goes_on_is_computed_from_where_it_differs(pipeline: dict[str, Any]) -> None:
+    house = FakeHouse(layout(slabs=30, page_tokens=4, window_tokens=7), **pipeline, prefix_caching=True)
+    first = tuple(range(40, 70))
+    a = house.submit("a", first, outputs=6)
+    house.run()
+    b = house.submit("b", first + tuple(house.texts(a)[0]) + (1, 2, 3), outputs=2)
+    again = house.submit("again", first, outputs=3)
+    other = house.submit("other", (9, *first), outputs=2)
+    house.run()
+    for request_id in (a, b, again, other):
+        house.assert_answers(request_id)
+    cached = {name: facts.cached_tokens for name, facts in house.ended.items()}
+    assert cached == {a: 0, b: 28, again: 28, other: 0}  # seven pages of four are whole at the end of the first prompt
     house.assert_empty()
 
 
@@ -352,7 +415,7 @@ def test_memory_always_comes_to_the_longest_waiting_and_shortage_falls_on_the_la
         planned.update(plan.planned)
         return plan_row(sequence, pending, plan)
 
-    def watched(victim: Sequence) -> None:
+    def watched(victim: Sequence, now: float) -> None:
         running = list(scheduler._running.values())
         oldest = min(running, key=lambda s: (s.request.arrival_s, s.id))
         assert victim is not oldest

@@ -1,0 +1,64 @@
+"""Which cached thing goes first: the one whose place is worth the least now."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+from collections.abc import Callable
+from typing import Protocol, TypeVar
+
+from server.cache.retention import Reuse
+
+STEPS_PER_DOUBLING = 2
+LEAST_DENSITY = 2.0**-10
+
+
+class Candidate(Protocol):
+    """What can be queued: a snapshot, or the last run of a path. `queued` belongs to the queue."""
+
+    queued: object
+    reuse: Reuse
+
+
+C = TypeVar("C", bound=Candidate)
+
+
+class EvictionQueue:
+    """Candidates in classes within which the longest unused is worth the least; between classes, the moment decides.
+
+    A class is (step of density, reuse): what a candidate is worth is its density times the rate at which its kind
+    returns at its age, and that rate only falls. So only the first of each class is looked at. Densities are rounded to
+    steps of a factor of the root of 2. Entries that were withdrawn are dropped when they are met.
+
+    Owner: KVCache, on the event-loop thread.
+    """
+
+    def __init__(self, rate: Callable[[float, Reuse], float]) -> None:
+        self._rate = rate
+        self._classes: dict[tuple[int, Reuse], list[tuple[float, int, Candidate]]] = {}
+        self._serials = itertools.count()
+
+    def offer(self, candidate: Candidate, *, last_used_s: float, density: float, reuse: Reuse) -> None:
+        """Queue it, or queue it anew."""
+        step = round(STEPS_PER_DOUBLING * math.log2(max(density, LEAST_DENSITY)))
+        serial = next(self._serials)
+        candidate.queued = serial
+        heapq.heappush(self._classes.setdefault((step, reuse), []), (last_used_s, serial, candidate))
+
+    def withdraw(self, candidate: Candidate) -> None:
+        candidate.queued = None
+
+    def worst(self, now_s: float) -> Candidate | None:
+        """The one to evict next; it stays queued. None if nothing is."""
+        worst, least = None, math.inf
+        for (step, reuse), heap in list(self._classes.items()):
+            while heap and heap[0][2].queued != heap[0][1]:
+                heapq.heappop(heap)
+            if not heap:
+                del self._classes[step, reuse]
+                continue
+            worth = self._rate(max(0.0, now_s - heap[0][0]), reuse) * 2.0 ** (step / STEPS_PER_DOUBLING)
+            if worth < least:
+                worst, least = heap[0][2], worth
+        return worst

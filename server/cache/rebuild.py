@@ -1,0 +1,51 @@
+"""What it takes to get a lost window back: which rows each layer must be fed when a prefix is resumed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+
+@dataclass(frozen=True, slots=False, kw_only=True)
+class RebuildShape:
+    """How far back the layers of a model must be computed so that the window before a resume point is exact.
+
+    is_window: layer by layer, first to last. window_tokens: W, earlier positions that a window layer sees. has_mtp: MTP
+    layers are fed the final hidden of the last W positions.
+
+    From the top down: the outputs of the last `out` positions of a window layer need K/V of W positions more, so it is
+    fed out + W; a full layer reads what is cached and is fed `out`. Source: DESIGN.md, section 3, "Window rebuild".
+    """
+
+    is_window: tuple[bool, ...]
+    window_tokens: int
+    has_mtp: bool
+
+    @cached_property
+    def fed_tokens(self) -> tuple[int, ...]:
+        """For each layer how many of the last positions it is fed: never more than the layer below it gave out."""
+        fed = []
+        out = self.window_tokens if self.has_mtp else 0
+        for is_window in reversed(self.is_window):
+            out += self.window_tokens * is_window
+            fed.append(out)
+        return tuple(reversed(fed))
+
+    @property
+    def span_tokens(self) -> int:
+        """How far back the lowest layer goes, and so how many tokens are embedded again."""
+        return self.fed_tokens[0] if self.fed_tokens else 0
+
+    def work_tokens(self, safe_tokens: int) -> float:
+        """The work in whole tokens' worth of all layers, when the last safe point lies so many tokens below.
+
+        Layers count as equal, and a layer's work for a row as the same whatever is left of it.
+        """
+        if not self.fed_tokens:
+            return 0.0
+        return sum(min(fed, safe_tokens) for fed in self.fed_tokens) / len(self.fed_tokens)
+
+
+def shape_of(is_window: Sequence[bool], *, window_tokens: int, mtp_layers: int) -> RebuildShape:
+    return RebuildShape(is_window=tuple(is_window), window_tokens=window_tokens, has_mtp=mtp_layers > 0)
