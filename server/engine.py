@@ -151,6 +151,9 @@ class InferenceEngine:
         self._scheduler.cancel(request_id, self._clock())
         self._note_if_empty()
 
+    def flush_cache(self) -> bool:
+        return self._scheduler.flush_cache()
+
     def health(self) -> EngineHealth:
         idle_s = 0.0 if self._scheduler.idle else self._clock() - self._last_progress_s
         return EngineHealth(

@@ -20,14 +20,20 @@ logger = logging.getLogger("twinpane.metrics")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepFacts:
-    """One committed step, and the state after it. *_usage are shares of the arena's bytes held by pages of each kind,
-    stranded_bytes what partly filled slabs lose; prompt_tokens were computed for the first time;
-    token_gaps_s are the times since the same choice's previous token, one for each token of this step that had one."""
+    """One committed step, and the state after it. *_usage are shares of the arena's bytes: held by sequences in pages
+    of each kind, and kept as cache beside them. stranded_bytes is what partly filled slabs lose. prompt_tokens were
+    computed for the first time. evicted_* and rebuilt_tokens (positions run again to get their window back) are those
+    since the step before. token_gaps_s are the times since the same choice's previous token, one for each token of this
+    step that had one."""
 
     running: int
     waiting: int
     full_usage: float
     window_usage: float
+    cached_usage: float
+    evicted_full_pages: int
+    evicted_window_pages: int
+    rebuilt_tokens: int
     stranded_bytes: int
     step_tokens: int
     generated_tokens: int
@@ -153,6 +159,11 @@ class Metrics:
         self._kv_usage = self._gauge("kv_cache_usage_perc", "Share of KV memory held by pages, 0 to 1.")
         self._full_usage = self._gauge("full_token_usage", "Share of KV memory held by full pages, 0 to 1.")
         self._window_usage = self._gauge("swa_token_usage", "Share of KV memory held by window pages, 0 to 1.")
+        self._cached_usage = self._gauge(
+            "prefix_cache_usage_perc", "Share of KV memory held by cached prefixes that nobody uses now, 0 to 1."
+        )
+        self._evicted = self._counter("prefix_cache_evicted_pages", "Cached pages given up for memory.", ("kind",))
+        self._rebuilt = self._counter("window_rebuilt_tokens", "Positions run again to get their window K/V back.")
         self._stranded = self._gauge("kv_stranded_bytes", "Bytes of KV slabs in use that hold no page.")
 
         self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens processed.")
@@ -214,6 +225,10 @@ class Metrics:
             full, window = self._share(facts.full_usage), self._share(facts.window_usage)
             self._full_usage.set(full)
             self._window_usage.set(window)
+            self._cached_usage.set(self._share(facts.cached_usage))
+            for kind, pages in (("full", facts.evicted_full_pages), ("window", facts.evicted_window_pages)):
+                self._evicted.labels(**self._labels, kind=kind).inc(self._sane(pages))
+            self._rebuilt.inc(self._sane(facts.rebuilt_tokens))
             self._stranded.set(max(0, facts.stranded_bytes))
             self._kv_usage.set(min(full + window, 1.0))
             self._prompt_tokens.inc(self._sane(facts.prompt_tokens))

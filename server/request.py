@@ -260,6 +260,10 @@ class Engine(Protocol):
         """End every choice of a request in silence, in any phase. Unknown and ended ids are ignored."""
         ...
 
+    def flush_cache(self) -> bool:
+        """Forget all cached prefixes; False, and nothing is done, while anything is accepted and not over."""
+        ...
+
     def health(self) -> EngineHealth: ...
 
     def begin_drain(self) -> None:

@@ -262,6 +262,8 @@ class FakeEngine:
         self.accepted: list[GenerationRequest] = []
         self.cancelled: list[RequestId] = []
         self.steps = 0
+        self.flushes = 0
+        self.cached_tokens = 0
         self._limits = EngineLimits(context_tokens=context_tokens, vocab_size=vocab_size)
         self._clock = clock
         self._live: dict[RequestId, _Live] = {}
@@ -298,11 +300,16 @@ class FakeEngine:
         assert request.prompt_tokens
         assert all(0 <= t < self._limits.vocab_size for t in request.prompt_tokens)
         self.accepted.append(request)
+        request.on_admitted(self.cached_tokens)
         streams = {i: iter(self.script(request, i)) for i in range(len(request.outputs))}
         self._live[request.request_id] = _Live(request, streams)
         self._idle.clear()
         if self.step_s is not None and self._task is None:
             self._task = asyncio.get_running_loop().create_task(self._run())
+
+    def flush_cache(self) -> bool:
+        self.flushes += not self._live
+        return not self._live
 
     def cancel(self, request_id: RequestId) -> None:
         live = self._live.pop(request_id, None)

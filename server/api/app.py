@@ -86,6 +86,9 @@ class Api:
                 self._route("/ready", "GET", self._ready),
                 self._route("/health/ready", "GET", self._ready),
                 self._route("/metrics", "GET", self._metrics),
+                self._route("/flush_cache", "POST", self._flush_cache),
+                self._route("/flush_cache", "GET", self._flush_cache),
+                self._route("/reset_prefix_cache", "POST", self._flush_cache),
                 self._route("/", "GET", self._root),
             ],
             default=_no_route,
@@ -313,6 +316,18 @@ class Api:
 
     async def _metrics(self, call: Call) -> None:
         await call.respond(200, self._ctx.metrics.render(), {"content-type": PROMETHEUS_TEXT})
+
+    async def _flush_cache(self, call: Call) -> None:
+        """Between two runs of a benchmark, say. What runs now would bring it back at once, so it must be over."""
+        if not self._ctx.engine.flush_cache():
+            health = self._ctx.engine.health()
+            raise HttpRefusal(
+                f"The cache is in use by {health.running} running and {health.waiting} waiting requests; flush it when "
+                "they are over.",
+                status=409,
+                code="engine_busy",
+            )
+        await call.respond(200, b'{"flushed":true}')
 
     async def _root(self, call: Call) -> None:
         await call.respond(200, b'{"server":"twinpane"}')

@@ -164,6 +164,7 @@ class KVCache:
         self._quarantine: OrderedDict[StepId, list[tuple[PageKind, PageId] | Node]] = OrderedDict()
         self._claims: dict[PageId, int] = {}  # of window pages with several holders, those beyond the first
         self.evicted = {PageKind.FULL: 0, PageKind.WINDOW: 0}
+        self.rebuilt_tokens = 0
 
     def __repr__(self) -> str:
         return f"<KVCache {len(self._rows)} sequences, {self._slabs!r}>"
@@ -211,8 +212,17 @@ class KVCache:
         return fewest
 
     def usage(self, kind: PageKind) -> float:
-        """Share of the arena's bytes that pages of this kind hold."""
-        return self._slabs.used_bytes(kind) / (self.layout.slab_bytes * self.layout.slab_count)
+        """Share of the arena's bytes in pages of this kind that sequences hold."""
+        idle = self._idle_pages()
+        full = kind is PageKind.FULL
+        idle_bytes = idle.full * self.layout.full_page_bytes if full else idle.window * self.layout.window_page_bytes
+        return (self._slabs.used_bytes(kind) - idle_bytes) / (self.layout.slab_bytes * self.layout.slab_count)
+
+    def idle_usage(self) -> float:
+        """Share of the arena's bytes that is cache and can be had at once."""
+        idle = self._idle_pages()
+        idle_bytes = idle.full * self.layout.full_page_bytes + idle.window * self.layout.window_page_bytes
+        return idle_bytes / (self.layout.slab_bytes * self.layout.slab_count)
 
     def stranded_bytes(self) -> int:
         return self._slabs.stranded_bytes()
@@ -291,6 +301,7 @@ class KVCache:
         work = self._prices.rebuild.work_tokens(safe_tokens)
         start = tokens - min(safe_tokens, self._prices.rebuild.span_tokens)
         row.window_first = start // page_tokens
+        self.rebuilt_tokens += tokens - start
         if safe is not None and start == safe.point * page_tokens:
             row.window = self._tree.window_pages(safe)
             row.window_first = safe.point - len(row.window)

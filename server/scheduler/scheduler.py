@@ -98,6 +98,7 @@ class Scheduler:
         self._next_step = StepId(0)
         self._short = False  # a step in flight kept somebody from pages: the next plan waits until none is
         self._preemptions = 0
+        self._evicted, self._rebuilt = dict(cache.evicted), cache.rebuilt_tokens  # as of the last step
 
     def __repr__(self) -> str:
         return f"<Scheduler {len(self._running)} running, {self.waiting} waiting, {self._cache!r}>"
@@ -186,6 +187,13 @@ class Scheduler:
                 _guarded(partial(sequence.output.fail, error))
             _guarded(partial(self._report_end, each, "error", now))
 
+    def flush_cache(self) -> bool:
+        """Forget all cached prefixes, if nobody is here."""
+        if not self.idle:
+            return False
+        self._cache.flush()
+        return True
+
     # --- one step -------------------------------------------------------------------------------------------------
 
     def plan(self, now: float) -> StepPlan | None:
@@ -241,11 +249,18 @@ class Scheduler:
                     gaps.append(now - sequence.last_token_s)
                 self._deliver(sequence, outcome.token, now)
         preemptions, self._preemptions = self._preemptions, 0
+        before, self._evicted = self._evicted, dict(self._cache.evicted)
+        evicted = self._evicted
+        rebuilt, self._rebuilt = self._cache.rebuilt_tokens - self._rebuilt, self._cache.rebuilt_tokens
         return StepFacts(
             running=self.running,
             waiting=self.waiting,
             full_usage=self._cache.usage(PageKind.FULL),
             window_usage=self._cache.usage(PageKind.WINDOW),
+            cached_usage=self._cache.idle_usage(),
+            evicted_full_pages=evicted[PageKind.FULL] - before[PageKind.FULL],
+            evicted_window_pages=evicted[PageKind.WINDOW] - before[PageKind.WINDOW],
+            rebuilt_tokens=rebuilt,
             step_tokens=computed,
             generated_tokens=generated,
             prompt_tokens=prompt,

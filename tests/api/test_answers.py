@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -102,6 +103,21 @@ class TestChat:
         assert usage["usage"]["completion_tokens"] == 4 + 7 + 6
         assert all(chunk["usage"] is None for chunk in chunks)
         assert not any("usage" in chunk for chunk in events(await client.chat(n=3, stream=True))[:-1])
+
+    @pytest.mark.parametrize("route", ["chat", "complete"])
+    async def test_usage_tells_how_much_of_the_prompts_was_cached(self, client: Client, route: str) -> None:
+        client.engine.cached_tokens = 2
+        ask = client.chat if route == "chat" else partial(client.complete, prompt=["hello", "hey"])
+        wanted = 2 if route == "chat" else 4
+        whole = (await ask(n=2)).json()["usage"]
+        *_, usage, _ = events(await ask(n=2, stream=True, stream_options={"include_usage": True}))
+        assert whole["prompt_tokens_details"]["cached_tokens"] == wanted
+        assert usage["usage"]["prompt_tokens_details"]["cached_tokens"] == wanted
+
+    async def test_a_cache_salt_goes_with_the_request(self, client: Client) -> None:
+        await client.chat(cache_salt="tenant")
+        await client.chat()
+        assert [request.cache_salt for request in client.engine.accepted] == ["tenant", None]
 
     async def test_running_usage_counts_every_token_so_far(self, make_client: Make) -> None:
         client = make_client(engine=FakeEngine(script=say("abc")))

@@ -65,6 +65,24 @@ class TestRoutes:
         if path != "/metrics":
             assert head.headers["content-length"] == str(len(get.content))
 
+    @pytest.mark.parametrize(
+        ("method", "path"), [("POST", "/flush_cache"), ("GET", "/flush_cache"), ("POST", "/reset_prefix_cache")]
+    )
+    async def test_the_cache_is_flushed_when_nobody_uses_it(self, make_client: Make, method: str, path: str) -> None:
+        client = make_client(engine=FakeEngine(step_s=None, script=forever))
+        response = await client.http.request(method, path)
+        assert (response.status_code, response.json()) == (200, {"flushed": True})
+        assert client.engine.flushes == 1
+        asking = asyncio.create_task(client.chat(max_tokens=1))
+        while not client.engine.live:
+            await asyncio.sleep(0)
+        refused = await client.http.request(method, path)
+        assert refused.status_code == 409
+        assert error_of(refused)["code"] == "engine_busy"
+        client.engine.step()
+        assert (await asking).status_code == 200
+        assert client.engine.flushes == 1
+
     async def test_head_of_a_wrong_url_has_no_body(self, client: Client) -> None:
         response = await client.http.head("/nope")
         assert (response.status_code, response.content) == (404, b"")

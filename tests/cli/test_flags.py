@@ -43,6 +43,7 @@ CASES: dict[str, tuple[str, Any, str | None]] = {
     "--long-prefill-token-threshold": ("256", 256, "2.5"),
     "--max-num-queued-reqs": ("0", 0, "-1"),
     "--forgiven-tokens-per-s": ("100", 100.0, "0"),
+    "--prefix-caching": ("off", "off", "maybe"),
     "--host": ("::1", "::1", ""),
     "--port": ("9001", 9001, "65536"),
     "--uds": ("/run/t.sock", "/run/t.sock", "/" + "x" * 107),
