@@ -215,7 +215,7 @@ def build(config: ServeConfig, model: Model) -> Server:
     print(f"  {'kernels':<17} {model.kernels.description}", flush=True)
     print(f"  {'sampling defaults':<17} {_defaults(model.generation)}", flush=True)
     runner = _load(config, model)
-    cache = KVCache(model.memory.layout)
+    cache = KVCache(model.memory.layout, rebuild=runner.rebuild)
     metrics = Metrics(names[0], context_tokens=model.memory.context_tokens)
     engine = InferenceEngine(
         lambda on_end: Scheduler(config.scheduler, cache, context_tokens=model.memory.context_tokens, on_end=on_end),

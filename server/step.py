@@ -72,6 +72,8 @@ class RowPlan:
     nothing (its row there failed) fails.
     samples: the row reaches the end of what is known, so its last position yields a token.
     suppress_stop: the token must not be one of the slot's stop ids (fewer than min_tokens so far).
+    cached: positions before this one have their full K/V; they are run again for their window K/V only, and as far as
+    that takes.
     epoch counts the sequence's admissions: a result of an earlier one is dropped.
     """
 
@@ -82,6 +84,7 @@ class RowPlan:
     tokens: tuple[int, ...]
     samples: bool
     suppress_stop: bool = False
+    cached: int = 0
     follows: StepId | None = None
 
     @property

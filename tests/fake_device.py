@@ -109,12 +109,18 @@ class FakeDevice:
             text = _longer(text, token)
             for kind in kinds:
                 page, offset = self._place(row.slot, kind, position)
-                self._page(kind, page)[offset] = (text, position, token)
+                cell: Cell | None = (text, position, token)
+                if position < row.cached:  # run again for the window, which is whole only where the rows go back enough
+                    if kind is PageKind.FULL:
+                        assert self._page(kind, page)[offset] == cell, f"position {position} is not what was cached"
+                    elif position < row.cached - self.layout.window_tokens:
+                        cell = None
+                self._page(kind, page)[offset] = cell
         full: list[int] = []
         window: list[int] = []
         for query in {row.start, row.stop - 1}:
             full = self._read(row, PageKind.FULL, 0, query)
-            if self.layout.has_window:
+            if self.layout.has_window and query >= row.cached:
                 window = self._read(row, PageKind.WINDOW, max(0, query - self.layout.window_tokens), query)
         if not row.samples:
             return RowResult()
@@ -192,6 +198,9 @@ class PagesInFlight:
 
     def hand_over(self, plan: StepPlan) -> None:
         assert not self._steps or not plan.moves, "pages move while a step is in flight"
+        for opening in plan.opened:  # what the slot's table held is void
+            for kind in PageKind:
+                self._tables[opening.slot, kind] = {}
         for write in plan.writes:
             self._tables[write.slot, write.kind].update(enumerate(write.pages, start=write.first_page))
         mine: dict[tuple[PageKind, PageId], tuple[SequenceId, bool]] = {}
@@ -212,16 +221,21 @@ class PagesInFlight:
         del self._steps[step_id]
 
     def _touched(self, row: RowPlan) -> Iterator[tuple[tuple[PageKind, PageId], bool]]:
-        """Pages, and whether they are written."""
+        """Pages, and whether they are written. A rebuild writes no full pages, and reads no window before its rows
+        but that of the snapshot where it begins."""
         for kind in PageKind:
+            written = row.start
             if kind is PageKind.FULL:
-                first = 0
+                first, written = 0, max(row.start, row.cached)
             elif self._layout.has_window:
                 first = max(0, row.start - self._layout.window_tokens)
             else:
                 continue
             for logical in range(first // self._layout.page_tokens, (row.stop - 1) // self._layout.page_tokens + 1):
-                yield (kind, self._tables[row.slot, kind][logical]), logical >= row.start // self._layout.page_tokens
+                page = self._tables[row.slot, kind].get(logical)
+                assert page is not None or row.start < row.cached
+                if page is not None:
+                    yield (kind, page), logical >= written // self._layout.page_tokens
 
     def _slab(self, kind: PageKind, page: PageId) -> int:
         full = kind is PageKind.FULL

@@ -10,6 +10,7 @@ from server.cache.kv_cache import KVCache
 from server.config import KVLayout, SchedulerConfig
 from server.engine import Runner, run_isolated
 from server.metrics import RequestFacts, StepFacts
+from server.rebuild import RebuildShape
 from server.request import GenerationRequest, RequestId, SamplingParams, StopRules
 from server.scheduler.scheduler import Scheduler
 from server.step import PageKind, SequenceId, StepPlan, StepResult
@@ -58,6 +59,7 @@ class House:
         depth: int = 1,
         eager: bool = False,
         prefix_caching: bool = False,
+        rebuild: RebuildShape | None = None,
         **config: int,
     ) -> None:
         self.layout = layout
@@ -66,7 +68,7 @@ class House:
         self.eager = eager
         self.failed: set[SequenceId] = set()
         self.in_flight: deque[tuple[StepPlan, StepResult | None]] = deque()
-        self.cache = KVCache(layout)
+        self.cache = KVCache(layout, rebuild=rebuild)
         self.ended: dict[RequestId, RequestFacts] = {}
         self.scheduler = WatchedScheduler(
             SchedulerConfig(prefix_caching="on" if prefix_caching else "off", **config),

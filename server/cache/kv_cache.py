@@ -9,11 +9,11 @@ from typing import Protocol
 
 from server.cache.eviction import EvictionQueue
 from server.cache.prefix_tree import NO_PAGE, Keys, Node, PrefixTree, Snapshot, WindowPage
-from server.cache.rebuild import RebuildShape
 from server.cache.retention import Ending, Prices, Reuse, crossing, tip
 from server.cache.return_history import ReturnHistory
 from server.cache.slabs import SlabAllocator
 from server.config import KVLayout
+from server.rebuild import RebuildShape
 from server.step import PageId, PageKind, PageMove, SequenceId, SlotId, StepId, TableWrite
 
 LEAST_TRIM_PAGES = 16

@@ -12,7 +12,7 @@ from enum import IntEnum
 from functools import cache
 from itertools import pairwise
 
-from server.cache.rebuild import RebuildShape
+from server.rebuild import RebuildShape
 
 
 class Ending(IntEnum):

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kernels.interface import Activation as KernelActivation
 from kernels.interface import Kernels, PagedKV, RouterKind
-from server.model.batch import Batch
+from server.model.batch import Batch, LayerRows, rows_by_layer
 from server.model.kv_arena import KVArena
 from server.model.spec import (
     Activation,
@@ -23,6 +23,7 @@ from server.model.spec import (
     YarnSpec,
 )
 from server.model.weights import AttentionWeights, DenseWeights, LayerWeights, MoEWeights, Weights
+from server.rebuild import shape_of
 from server.step import PageKind, StepInterrupted
 
 ACTIVATIONS: dict[Activation, KernelActivation] = {
@@ -46,13 +47,21 @@ class Decoder:
             rope: frequencies(rope).to(weights.embedding.device)
             for rope in {layer.attention.rope for layer in spec.layers}
         }
+        # MTP layers are loaded and not run yet, so nothing above the last layer needs hidden states.
+        self.rebuild = shape_of(
+            [layer.is_window for layer in spec.layers], window_tokens=spec.window_tokens, mtp_layers=0
+        )
         self._interrupted = False
         # Rounded as the weights are: the models were trained with the rounded factor.
         self._embedding_scale = torch.tensor(spec.embedding_scale, dtype=weights.embedding.dtype).item()
 
     @torch.inference_mode()
     def forward(self, tokens: Tensor, batch: Batch, arena: KVArena) -> Tensor:
-        """tokens [T] int64 -> hidden [T, M] after the final norm. Writes the tokens' K/V into the batch's pages."""
+        """tokens [T] int64 -> hidden [T, M] after the final norm. Writes the tokens' K/V into the batch's pages.
+
+        Positions that are only run for their window K/V leave the pass where nothing above depends on them; their rows
+        of the result are zeros.
+        """
         hidden = torch.nn.functional.embedding(tokens, self._embedding)
         if self._embedding_scale != 1.0:
             hidden = hidden * self._embedding_scale
@@ -60,11 +69,21 @@ class Decoder:
             rope: rotation(angle_per_position, batch.positions, hidden.dtype, rope.attention_factor)
             for rope, angle_per_position in self._frequencies.items()
         }
-        for layer, weights, kv in zip(self.spec.layers, self.weights.layers, arena.layers, strict=True):
+        views = rows_by_layer(batch, self.rebuild)
+        left: Tensor | None = None  # where the tokens that are still there are in the batch
+        for layer, weights, kv, rows in zip(self.spec.layers, self.weights.layers, arena.layers, views, strict=True):
             if self._interrupted:
                 raise StepInterrupted
-            hidden = self._layer(hidden, layer, weights, kv, batch, arena, rotary[layer.attention.rope])
-        return self.kernels.rms_norm(hidden, self.weights.final_norm, self.spec.norm_eps)
+            if not rows.fed.token_count:
+                break
+            hidden = self._layer(hidden, layer, weights, kv, rows, arena, rotary[layer.attention.rope])
+            if rows.going is not None:
+                rotary = {rope: (cos[rows.going], sin[rows.going]) for rope, (cos, sin) in rotary.items()}
+                left = rows.going if left is None else left[rows.going]
+        normed = self.kernels.rms_norm(hidden, self.weights.final_norm, self.spec.norm_eps)
+        if left is None:
+            return normed
+        return normed.new_zeros(batch.token_count, normed.shape[1]).index_copy_(0, left, normed)
 
     def interrupt(self) -> None:
         """From any thread: a forward pass that runs raises StepInterrupted after its layer, later ones at once."""
@@ -81,14 +100,18 @@ class Decoder:
         layer: LayerSpec,
         weights: LayerWeights,
         kv: PagedKV,
-        batch: Batch,
+        rows: LayerRows,
         arena: KVArena,
         rotary: tuple[Tensor, Tensor],
     ) -> Tensor:
         eps, norm = self.spec.norm_eps, self.kernels.rms_norm
         attended = self._attention(
-            norm(hidden, weights.attention_norm, eps), layer.attention, weights.attention, kv, batch, arena, rotary
+            norm(hidden, weights.attention_norm, eps), layer.attention, weights.attention, kv, rows, arena, rotary
         )
+        if rows.going is not None:
+            hidden = hidden[rows.going]
+        if not rows.out.token_count:
+            return hidden  # the layer was fed for its K and V only
         if weights.attention_post_norm is not None:
             attended = norm(attended, weights.attention_post_norm, eps)
         hidden = hidden + attended
@@ -103,7 +126,7 @@ class Decoder:
         spec: AttentionSpec,
         weights: AttentionWeights,
         kv: PagedKV,
-        batch: Batch,
+        rows: LayerRows,
         arena: KVArena,
         rotary: tuple[Tensor, Tensor],
     ) -> Tensor:
@@ -119,8 +142,14 @@ class Decoder:
             v = v * spec.value_scale
         q, k = qk[:, : spec.heads], qk[:, spec.heads :]
         kind = PageKind.FULL if spec.window_keys is None else PageKind.WINDOW
-        kernels.write_kv(kv, k, v, batch.write_index(arena, kind))
-        plan = batch.attention_plan(kernels, arena, spec.window_keys)
+        if kind is PageKind.FULL and (new := rows.fed.new_full()) is not None:
+            k, v = k[new], v[new]
+        kernels.write_kv(kv, k, v, rows.fed.write_index(arena, kind))
+        if rows.going is not None:
+            q = q[rows.going]
+        if not rows.out.token_count:
+            return x.new_zeros(0, self.spec.hidden)
+        plan = rows.out.attention_plan(kernels, arena, spec.window_keys)
         attended = kernels.attention(q, kv, plan, scale=spec.scale, sinks=weights.sinks)
         return kernels.linear(attended.flatten(1), weights.output, weights.output_bias)
 

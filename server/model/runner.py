@@ -13,6 +13,7 @@ from server.model.decoder import Decoder
 from server.model.kv_arena import KVArena
 from server.model.native_decoder import NativeDecoder
 from server.model.sampler import Sampler
+from server.rebuild import RebuildShape
 from server.step import FOLLOWS_NOTHING, PageKind, RowPlan, RowResult, SlotId, StepId, StepPlan, StepResult
 
 
@@ -33,6 +34,11 @@ class ModelRunner:
         self._sampled: dict[SlotId, tuple[StepId, int]] = {}  # the last token sampled in each slot, and by which step
         self._device = device
         self._logit_rows = torch.empty(0, decoder.spec.vocab)
+
+    @property
+    def rebuild(self) -> RebuildShape | None:
+        """What it takes to get a lost window back; None if that cannot be done here."""
+        return self._decoder.rebuild if isinstance(self._decoder, Decoder) else None
 
     @torch.inference_mode()
     def run(self, plan: StepPlan, begun: Callable[[], None] = lambda: None) -> StepResult:
@@ -88,6 +94,7 @@ class ModelRunner:
             [(row.slot, row.start, row.count) for row in rows],
             self._tables[PageKind.FULL],
             self._tables[PageKind.WINDOW],
+            cached=[row.cached for row in rows],
         )
         begun()
         hidden = self._decoder.forward(tokens, batch, self._arena)

@@ -345,6 +345,7 @@ class Scheduler:
                 tokens=sequence.tokens(start, min(stop, known)) if start < known else (),
                 samples=samples,
                 suppress_stop=samples and stop - len(sequence.request.prompt_tokens) < sequence.request.stop.min_tokens,
+                cached=sequence.resumed_at if start < sequence.resumed_at else 0,
                 follows=sequence.last_step if stop > known else None,
             )
         )
@@ -372,6 +373,7 @@ class Scheduler:
             sequence.epoch += 1
             resume = self._cache.open(sequence.id, sequence.slot, self._prefix(sequence), now)
             sequence.computed_tokens = sequence.planned_tokens = resume.start
+            sequence.resumed_at = resume.cached_tokens
             self._running[sequence.id] = sequence
             accepted = self._requests[sequence.request.request_id]
             if accepted.started_s is None:

@@ -14,7 +14,7 @@ class Sequence:
 
     computed_tokens counts what committed steps computed, planned_tokens also what steps in flight compute; last_step is
     the last step that has a row of this sequence. slot is None while it waits. epoch counts admissions.
-    cached_tokens: how many it did not have to compute when it was admitted the first time.
+    resumed_at: positions before it were cached when it was admitted the last time.
     prompt_tokens_done never falls, not even by a preemption. key orders the queue (see priority.standing_key).
     Owner: Scheduler, on the event-loop thread.
     """
@@ -25,7 +25,7 @@ class Sequence:
     output: OutputStream
     key: float
     output_tokens: list[int] = field(default_factory=list)
-    cached_tokens: int = 0
+    resumed_at: int = 0
     computed_tokens: int = 0
     planned_tokens: int = 0
     last_step: StepId | None = None

@@ -7,11 +7,11 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from server.cache.rebuild import RebuildShape, shape_of
 from server.config import KVLayout
 from server.errors import StartupError
 from server.model.families import spec_from_config
 from server.model.kv_layout import choose_slab_bytes
+from server.rebuild import RebuildShape, shape_of
 
 ITEM_BYTES = 2
 """K/V in 16 bits."""

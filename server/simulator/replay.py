@@ -10,9 +10,9 @@ import numpy as np
 
 from server.cache.kv_cache import CachePolicy, KVCache, Prefix
 from server.cache.prefix_tree import Keys
-from server.cache.rebuild import RebuildShape
 from server.cache.retention import Ending
 from server.config import KVLayout
+from server.rebuild import RebuildShape
 from server.simulator.trace import Request, Trace
 from server.step import SequenceId, SlotId
 

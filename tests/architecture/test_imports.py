@@ -12,13 +12,22 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 
-WORDS = {"server", "server.config", "server.errors", "server.request", "server.step", "server.metrics"}
+WORDS = {
+    "server",
+    "server.config",
+    "server.errors",
+    "server.metrics",
+    "server.rebuild",
+    "server.request",
+    "server.step",
+}
 
 MAY_IMPORT: dict[str, set[str]] = {
     "server.config": {"server.errors"},
     "server.errors": set(),
     "server.request": {"server.errors"},
     "server.step": {"server.request"},
+    "server.rebuild": set(),
     "server.metrics": {"server.request"},
     "server.cache": WORDS,
     "server.scheduler": WORDS | {"server.cache"},

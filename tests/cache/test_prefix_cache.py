@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 import pytest
 
 from server.cache.kv_cache import CachePolicy, KVCache, Resume
-from server.cache.rebuild import shape_of
 from server.cache.retention import Ending
 from server.config import KVLayout
+from server.rebuild import shape_of
 from server.step import PageKind, SequenceId, SlotId, StepId
 from tests.cache.memory import Device, prefix_of
 

@@ -9,7 +9,6 @@ from itertools import pairwise
 import pytest
 
 from server.cache.eviction import EvictionQueue
-from server.cache.rebuild import shape_of
 from server.cache.retention import (
     AGES_S,
     USE_STEPS,
@@ -23,6 +22,7 @@ from server.cache.retention import (
     tip,
 )
 from server.cache.return_history import ReturnHistory
+from server.rebuild import shape_of
 
 CLASSES = [
     *(crossing(uses) for uses in USE_STEPS),

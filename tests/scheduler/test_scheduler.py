@@ -7,6 +7,7 @@ import pytest
 
 from server.config import KVLayout
 from server.errors import BadRequest, EngineFailed, Overloaded, TooLong
+from server.rebuild import shape_of
 from server.request import FinishReason, GenerationRequest, RequestId, SamplingParams, StopRules
 from server.scheduler.priority import priority_tokens, standing_key
 from server.scheduler.sequence import Sequence
@@ -161,7 +162,10 @@ def test_random_traffic_in_little_memory_loses_nothing_and_mixes_nothing(seed: i
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_random_conversations_over_a_cache_are_answered_as_without_one(seed: int, pipeline: dict[str, Any]) -> None:
+@pytest.mark.parametrize("rebuilds", [False, True])
+def test_random_conversations_over_a_cache_are_answered_as_without_one(
+    seed: int, rebuilds: bool, pipeline: dict[str, Any]
+) -> None:
     """Prompts that go on from earlier ones with their answers, branch off, or come twice, in little memory."""
     rng = random.Random(seed)
     cut = layout(
@@ -174,6 +178,7 @@ def test_random_conversations_over_a_cache_are_answered_as_without_one(seed: int
         cut,
         **pipeline,
         prefix_caching=True,
+        rebuild=shape_of([False, True, True], window_tokens=cut.window_tokens, mtp_layers=0) if rebuilds else None,
         max_sequences=rng.choice([1, 3, 8]),
         prefill_chunk_tokens=rng.choice([1, 5, 16]),
         step_token_budget=rng.choice([4, 16, 40]),

@@ -32,6 +32,12 @@ class RebuildShape:
             fed.append(out)
         return tuple(reversed(fed))
 
+    def out_tokens(self, layer: int) -> int:
+        """Of how many of the last positions a layer's output is needed."""
+        if layer + 1 < len(self.fed_tokens):
+            return self.fed_tokens[layer + 1]
+        return self.window_tokens if self.has_mtp else 0
+
     @property
     def span_tokens(self) -> int:
         """How far back the lowest layer goes, and so how many tokens are embedded again."""

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from server.cache.rebuild import shape_of
+from server.rebuild import shape_of
 
 
 def needed(is_window: list[bool], window: int, mtp: bool, positions: int) -> list[set[int]]:
