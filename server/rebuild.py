@@ -38,6 +38,11 @@ class RebuildShape:
             return self.fed_tokens[layer + 1]
         return self.window_tokens if self.has_mtp else 0
 
+    def drops(self, start: int, stop: int, cached: int) -> list[int]:
+        """For each layer how many of positions [start, stop) before `cached` leave with it, fed but not given out."""
+        firsts = [max(start, min(stop, cached - self.out_tokens(layer))) for layer in range(len(self.fed_tokens))]
+        return [first - before for before, first in zip([start, *firsts], firsts, strict=False)]
+
     @property
     def span_tokens(self) -> int:
         """How far back the lowest layer goes, and so how many tokens are embedded again."""

@@ -110,6 +110,7 @@ class Step(Structure):
         ("tables", c_void_p * 2),
         ("table_stride", c_int64 * 2),
         ("out", c_void_p),
+        ("drops", c_void_p),
     ]
 
 

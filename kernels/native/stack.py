@@ -185,7 +185,28 @@ class Stack:
         Raises IndexError for a token outside the vocabulary, MemoryError if there is no room to work in, Interrupted.
         """
         out = torch.empty(tokens.shape[0], self._hidden, dtype=torch.bfloat16)
+        self._run(tokens, rows, tables, out, None)
+        return out
+
+    def rebuild(self, tokens: Tensor, rows: StepRows, tables: Sequence[Tensor], drops: Sequence[int]) -> None:
+        """One row of tokens that are cached, run again for K and V of the window layers only.
+
+        drops: for each layer how many of its first tokens that are left go no further than its K and V. Full K and V
+        are read and not written. Raises as `forward`.
+        """
+        assert len(rows.slots) == 1 and len(drops) == self._model.layer_count and sum(drops) <= tokens.shape[0]
+        self._run(tokens, rows, tables, None, drops)
+
+    def _run(
+        self,
+        tokens: Tensor,
+        rows: StepRows,
+        tables: Sequence[Tensor],
+        out: Tensor | None,
+        drops: Sequence[int] | None,
+    ) -> None:
         count = len(rows.slots)
+        leaving = None if drops is None else (ctypes.c_int64 * len(drops))(*drops)
         numbers = ctypes.c_int64 * count
         slots, starts, counts = numbers(*rows.slots), numbers(*rows.starts), numbers(*rows.counts)
         tokens = tokens.contiguous()
@@ -198,7 +219,8 @@ class Stack:
             counts=ctypes.addressof(counts),
             tables=(ctypes.c_void_p * 2)(*(table.data_ptr() for table in tables)),
             table_stride=(ctypes.c_int64 * 2)(*(table.stride(0) for table in tables)),
-            out=out.data_ptr(),
+            out=None if out is None else out.data_ptr(),
+            drops=None if leaving is None else ctypes.addressof(leaving),
         )
         failed = self._context.lib.tp_forward(self._context.handle, ctypes.byref(self._model), ctypes.byref(step))
         if failed == 2:
@@ -207,7 +229,6 @@ class Stack:
             raise Interrupted
         if failed:
             raise MemoryError("no memory for a step's work space")
-        return out
 
     def _layer(self, layer: StackLayer) -> library.Layer:
         mlp, kv = layer.mlp, layer.kv

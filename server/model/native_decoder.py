@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels.interface import PagedKV
+from kernels.interface import PagedKV, StepRows
 from kernels.native.kernels import NativeKernels
 from kernels.native.packed import PackedMatrix
 from kernels.native.stack import (
@@ -25,6 +25,7 @@ from server.model.decoder import ACTIVATIONS, ROUTERS, frequencies
 from server.model.kv_arena import KVArena
 from server.model.spec import DenseSpec, LayerSpec, ModelSpec, MoESpec, RopeSpec
 from server.model.weights import DenseWeights, LayerWeights, MoEWeights, Weights
+from server.rebuild import shape_of
 from server.step import PageKind, StepInterrupted
 
 
@@ -42,16 +43,42 @@ class NativeDecoder:
         self._arena: KVArena | None = None
         self._stack: Stack | None = None
         self._head = _packed(weights.head)
+        # MTP layers are loaded and not run yet, so nothing above the last layer needs hidden states.
+        self.rebuild = shape_of(
+            [layer.is_window for layer in spec.layers], window_tokens=spec.window_tokens, mtp_layers=0
+        )
 
     def forward(self, tokens: Tensor, batch: Batch, arena: KVArena) -> Tensor:
-        """tokens [T] int64 -> hidden [T, M] bf16 after the final norm. Writes the tokens' K/V to the batch's pages."""
+        """tokens [T] int64 -> hidden [T, M] bf16 after the final norm. Writes the tokens' K/V to the batch's pages.
+
+        Positions that are only run for their window K/V go first, row by row; their rows of the result are zeros.
+        """
         if arena is not self._arena or self._stack is None:
             self._arena, self._stack = arena, self._bind(arena)
         tables = [batch.tables[PageKind.FULL], batch.tables[PageKind.WINDOW]]
         try:
-            return self._stack.forward(tokens, batch.rows, tables)
+            if not batch.rebuilds:
+                return self._stack.forward(tokens, batch.rows, tables)
+            return self._with_rebuilds(self._stack, tokens, batch, tables)
         except Interrupted as error:
             raise StepInterrupted from error
+
+    def _with_rebuilds(self, stack: Stack, tokens: Tensor, batch: Batch, tables: list[Tensor]) -> Tensor:
+        first = 0
+        for slot, start, count, cached in zip(
+            batch.rows.slots, batch.rows.starts, batch.rows.counts, batch.cached, strict=True
+        ):
+            again = min(count, max(0, cached - start))
+            if again:
+                rows = StepRows(slots=(slot,), starts=(start,), counts=(again,))
+                drops = self.rebuild.drops(start, start + again, cached)
+                stack.rebuild(tokens[first : first + again], rows, tables, drops)
+            first += count
+        rest, places = batch.from_positions(batch.cached)
+        hidden = torch.zeros(batch.token_count, self.spec.hidden, dtype=torch.bfloat16)
+        if rest.token_count:
+            hidden[places] = stack.forward(tokens[places], rest.rows, tables)
+        return hidden
 
     def interrupt(self) -> None:
         """From any thread: a forward pass that runs raises StepInterrupted after its layer, later ones at once."""

@@ -36,9 +36,9 @@ class ModelRunner:
         self._logit_rows = torch.empty(0, decoder.spec.vocab)
 
     @property
-    def rebuild(self) -> RebuildShape | None:
-        """What it takes to get a lost window back; None if that cannot be done here."""
-        return self._decoder.rebuild if isinstance(self._decoder, Decoder) else None
+    def rebuild(self) -> RebuildShape:
+        """What it takes to get a lost window back."""
+        return self._decoder.rebuild
 
     @torch.inference_mode()
     def run(self, plan: StepPlan, begun: Callable[[], None] = lambda: None) -> StepResult:

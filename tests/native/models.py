@@ -261,6 +261,7 @@ class HiddenOf:
 
     def __init__(self, decoder: Any) -> None:
         self.forward = decoder.forward
+        self.rebuild = decoder.rebuild
 
     def logits(self, hidden: Tensor) -> Tensor:
         return hidden

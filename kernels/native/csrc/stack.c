@@ -55,7 +55,10 @@ typedef struct {
     const int64_t *slots, *starts, *counts; /* [rows]; in a job, the context's own copy of them */
     const int32_t *tables[2];
     int64_t table_stride[2];
-    bf16 *out; /* [tokens, hidden] after the final norm */
+    bf16 *out; /* [tokens, hidden] after the final norm; NULL: not wanted */
+    /* [layer_count]: the tokens are cached and only run for their window K and V; so many of the first of them that are
+     * left go no further than K and V of each layer, and full K and V are not written. NULL: all tokens are new. */
+    const int64_t *drops;
 } Step;
 
 typedef struct {
@@ -194,7 +197,24 @@ typedef struct {
     Step step;
     float *hidden; /* where the residual stream is */
     float *other;  /* where it goes next */
+    int64_t total; /* tokens of the step; step.tokens are those that are left, the last ones */
+    int64_t fed;   /* tokens that had left before this layer */
+    int64_t gone;  /* tokens that have left by now */
 } Run;
+
+/* Let the first tokens that are left go: what comes is about the others, and all buffers begin with them. */
+static void drop(Run *run, int64_t tokens) {
+    run->gone += tokens;
+    run->step.tokens -= tokens;
+    run->hidden += tokens * run->context->model->hidden;
+    run->other += tokens * run->context->model->hidden;
+}
+
+/* What is left of a block of queries; count <= 0: nothing. */
+INLINE QueryBlock left_of(const Run *run, const QueryBlock *block) {
+    const int64_t gone = MAX(0, run->gone - block->token);
+    return (QueryBlock){block->row, (int32_t)MAX(0, block->count - gone), block->token + gone, block->start + gone};
+}
 
 INLINE char *own(const Run *run) { return run->context->own[run->hand.thread]; }
 
@@ -279,9 +299,11 @@ static void place(Run *run, const Layer *layer, int64_t t, int32_t head) {
     const int64_t width = (int64_t)(shape->heads + shape->kv_heads) * dim + (int64_t)shape->kv_heads * shape->value_dim;
     const int32_t group = shape->heads / shape->kv_heads;
     float *qkv = BUFFER(float, B_QKV) + t * width;
-    const float *cosine = rotary_of(context, run->step.tokens, layer->rope, t), *sine = cosine + half;
-    const int64_t position = BUFFER(int64_t, B_POSITION)[t];
-    const int32_t *table = table_of(&run->step, layer, BUFFER(int32_t, B_ROW_OF)[t]);
+    const int64_t token = run->fed + t;
+    const float *cosine = rotary_of(context, run->total, layer->rope, token), *sine = cosine + half;
+    const int64_t position = BUFFER(int64_t, B_POSITION)[token];
+    const int32_t *table = table_of(&run->step, layer, BUFFER(int32_t, B_ROW_OF)[token]);
+    const int writes = !run->step.drops || layer->shape.window;
     for (int32_t i = 0; i <= group; i++) {
         const int32_t which = i < group ? head * group + i : shape->heads + head;
         float *x = qkv + (int64_t)which * dim;
@@ -291,10 +313,11 @@ static void place(Run *run, const Layer *layer, int64_t t, int32_t head) {
             bf16 *query = BUFFER(bf16, B_QUERIES) + (t * shape->heads + which) * padded;
             row_to_bf16(x, query, dim);
             if (dim % 2) query[dim] = 0;
-        } else {
+        } else if (writes) {
             row_to_bf16(x, key_at(&layer->pages, table, head, position, dim), dim);
         }
     }
+    if (!writes) return;
     const float *v = qkv + (int64_t)(shape->heads + shape->kv_heads) * dim + (int64_t)head * shape->value_dim;
     bf16 *value = value_at(&layer->pages, table, head, position, shape->value_dim);
     for (int32_t i = 0; i < shape->value_dim; i++) value[i] = f32_to_bf16(v[i] * layer->value_scale);
@@ -341,12 +364,14 @@ static void attend_task(const Run *run, const Attention *a, int64_t task, Scratc
     const Shape *shape = &a->layer->shape;
     const int32_t group = shape->heads / shape->kv_heads, padded = shape->dim + shape->dim % 2;
     const int64_t of_block = a->segments ? task / a->segments : task;
-    const QueryBlock *block = &a->blocks->blocks[of_block / shape->kv_heads];
+    const QueryBlock left = left_of(run, &a->blocks->blocks[of_block / shape->kv_heads]), *block = &left;
+    if (!block->count) return;
     const int32_t head = (int32_t)(of_block % shape->kv_heads);
-    const bf16 *queries = BUFFER(bf16, B_QUERIES) + (block->token * shape->heads + (int64_t)head * group) * padded;
+    const bf16 *queries =
+        BUFFER(bf16, B_QUERIES) + ((block->token - run->fed) * shape->heads + (int64_t)head * group) * padded;
     const int32_t *table = table_of(&run->step, a->layer, block->row);
     const int64_t stride = (int64_t)shape->heads * padded, values = padded_values(shape);
-    const int64_t at = block->token * shape->heads * shape->value_dim;
+    const int64_t at = (block->token - run->gone) * shape->heads * shape->value_dim;
     if (!a->segments) {
         attend(shape, &a->layer->pages, table, head, queries, stride, block->start, block->count, scratch,
                a->out ? a->out + at : NULL, a->narrow ? a->narrow + at : NULL);
@@ -367,7 +392,8 @@ static void join_task(const Run *run, const Attention *a, int64_t piece) {
     const Context *context = run->context;
     const Shape *shape = &a->layer->shape;
     const int32_t group = shape->heads / shape->kv_heads;
-    const QueryBlock *block = &a->blocks->blocks[piece / shape->kv_heads];
+    const QueryBlock left = left_of(run, &a->blocks->blocks[piece / shape->kv_heads]), *block = &left;
+    if (!block->count) return;
     const int32_t head = (int32_t)(piece % shape->kv_heads);
     const int64_t count = segments_of(shape, block), values = padded_values(shape);
     float *first = BUFFER(float, B_PARTIAL) + piece * a->segments * partial_floats(shape);
@@ -380,7 +406,7 @@ static void join_task(const Run *run, const Attention *a, int64_t piece) {
         }
         const int32_t query_head = head * group + row % group;
         const int64_t at =
-            ((block->token + row / group) * shape->heads + query_head) * (int64_t)shape->value_dim;
+            ((block->token - run->gone + row / group) * shape->heads + query_head) * (int64_t)shape->value_dim;
         finish(shape, query_head, *maximum, *sum, first + row * values, a->out ? a->out + at : NULL,
                a->narrow ? a->narrow + at : NULL);
     }
@@ -436,15 +462,20 @@ static void join_stream(const Run *run, const float *norm, int64_t t) {
     for (int64_t i = 0; i < hidden; i++) stream[i] += out[i] * factor * norm[i];
 }
 
-static void layer_forward(Run *run, const Layer *layer) {
+static void layer_forward(Run *run, const Layer *layer, int64_t drops) {
     const Context *context = run->context;
-    const int64_t tokens = run->step.tokens, hidden = context->model->hidden;
+    int64_t tokens = run->step.tokens;
+    const int64_t hidden = context->model->hidden;
     const int64_t values = (int64_t)layer->shape.heads * layer->shape.value_dim;
     Rows x = prepare(run, (Preparation){.x = run->hidden, .w = &layer->qkv, .norm = layer->attention_norm}, tokens);
     multiply(run, (Product){.w = &layer->qkv, .bias = layer->qkv_bias, .x = x, .rows = tokens, .out = OUT_STORE,
                             .target = BUFFER(float, B_QKV), .target_stride = layer->qkv.n});
     const int32_t kv_heads = layer->shape.kv_heads;
+    run->fed = run->gone;
     EACH_TASK(&run->hand, tokens * kv_heads, 4, task, place(run, layer, task / kv_heads, (int32_t)(task % kv_heads)));
+    drop(run, drops);
+    tokens = run->step.tokens;
+    if (!tokens) return;
     const int wide = layer->output.format == FORMAT_INT8 || values % 2;
     attend_all(run, layer, wide ? BUFFER(float, B_ATTENDED) : NULL, wide ? NULL : BUFFER(bf16, B_ATTENDED));
     x = (Rows){BUFFER(bf16, B_ATTENDED), NULL, values, NULL};
@@ -488,14 +519,15 @@ typedef struct {
 static void forward(Hand *hand, const void *given) {
     const ForwardJob *job = given;
     Context *context = job->context;
-    Run run = {*hand, context, job->step, BUFFER(float, B_HIDDEN), BUFFER(float, B_OTHER_HIDDEN)};
-    const int64_t tokens = run.step.tokens;
+    const int64_t tokens = job->step.tokens, *drops = job->step.drops;
+    Run run = {*hand, context, job->step, BUFFER(float, B_HIDDEN), BUFFER(float, B_OTHER_HIDDEN), tokens, 0, 0};
     EACH_TASK(&run.hand, tokens, 4, t, begin_token(&run, t));
     for (int32_t index = 0; index < context->model->layer_count && !run.hand.late; index++) {
         if (atomic_load(&context->interrupted)) return;
-        layer_forward(&run, &context->model->layers[index]);
+        layer_forward(&run, &context->model->layers[index], drops ? drops[index] : 0);
+        if (!run.step.tokens) break;
     }
-    EACH_TASK(&run.hand, tokens, 4, t, end_token(&run, t));
+    if (run.step.out) EACH_TASK(&run.hand, run.step.tokens, 4, t, end_token(&run, t));
     count_bytes(context);
 }
 
