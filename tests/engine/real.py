@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from kernels.reference import ReferenceKernels
+from server.cache.prefix_tree import NO_PAGE
 from server.config import KVLayout
 from server.model.checkpoint import GGUFCheckpoint
 from server.model.decoder import Decoder
@@ -18,7 +19,7 @@ from server.model.kv_layout import choose_slab_bytes
 from server.model.runner import ModelRunner
 from server.model.spec import ModelSpec
 from server.model.weights import Weights, load_weights
-from server.step import PageKind
+from server.step import PageId, PageKind
 from tests.house import House
 from tests.model.checkpoints import PRO_CONFIG, load_folder, pro_tensors, write_checkpoint
 
@@ -43,7 +44,7 @@ def load_gguf(path: Path, dtype: torch.dtype = torch.float32) -> tuple[ModelSpec
 class RealHouse(House):
     """The house over the real runner."""
 
-    def __init__(self, spec: ModelSpec, weights: Weights, *, page_tokens: int = 4, slabs: int, **config: int) -> None:
+    def __init__(self, spec: ModelSpec, weights: Weights, *, page_tokens: int = 4, slabs: int, **config: Any) -> None:
         full, window = page_byte_sizes(spec, page_tokens, weights.embedding.dtype)
         layout = KVLayout(
             page_tokens=page_tokens,
@@ -60,18 +61,25 @@ class RealHouse(House):
             slots=config.get("max_sequences", 64),
             context_tokens=spec.context_tokens,
         )
-        super().__init__(layout, runner, context_tokens=spec.context_tokens, **config)
+        super().__init__(layout, runner, context_tokens=spec.context_tokens, rebuild=runner.rebuild, **config)
 
     def poison(self, value: float) -> None:
-        """Fill every byte of the arena that no sequence owns."""
+        """Fill every byte of the arena that no sequence owns and that is no cache."""
         owned = torch.zeros_like(self.arena.memory, dtype=torch.bool)
         whole = self.arena.memory
-        for sequence in self.scheduler._running:
-            for kind in PageKind:
-                for page in self.cache.pages_of(sequence, kind).values():
-                    view = self.arena.page_bytes(kind, page)
-                    start = view.storage_offset()
-                    owned[start : start + view.numel()] = True
+        pages = [
+            (kind, page)
+            for kind in PageKind
+            for sequence in self.scheduler._running
+            for page in self.cache.pages_of(sequence, kind).values()
+        ]
+        for node in self.cache._tree.nodes():
+            pages += [(PageKind.FULL, PageId(page)) for page in node.full.tolist()]
+            pages += [(PageKind.WINDOW, PageId(page)) for page in node.window.tolist() if page != NO_PAGE]
+        for kind, page in pages:
+            view = self.arena.page_bytes(kind, page)
+            start = view.storage_offset()
+            owned[start : start + view.numel()] = True
         dtype = self.arena.dtype
         unowned = ~owned.view(-1, dtype.itemsize).any(dim=1)
         whole.view(dtype)[unowned] = value
