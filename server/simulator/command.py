@@ -139,7 +139,7 @@ def _draw(reports: Sequence[dict[str, Any]], setting: Setting, path: Path) -> No
     try:
         import matplotlib
     except ImportError:
-        raise StartupError("--plot needs matplotlib: pip install matplotlib") from None
+        raise StartupError("--plot needs matplotlib: pip install 'twinpane[plot]'") from None
     matplotlib.use("agg")
     from matplotlib import pyplot
 

@@ -39,12 +39,14 @@ def imported_by(*folders: str) -> set[str]:
 
 RUNTIME = {plain(name) for name in PROJECT["dependencies"]}
 CUDA = {plain(name) for name in PROJECT["optional-dependencies"]["cuda"]}
+PLOT = {plain(name) for name in PROJECT["optional-dependencies"]["plot"]}
 BENCH = {plain(name) for name in PROJECT["optional-dependencies"]["bench"]}
 DEV = {plain(name) for name in PROJECT["optional-dependencies"]["dev"]} - {"twinpane"} | BENCH  # dev holds bench
 
 
 def test_the_server_imports_only_what_is_installed_with_it() -> None:
-    assert imported_by("server", "kernels") <= RUNTIME | CUDA
+    assert imported_by("server", "kernels") <= RUNTIME | CUDA | PLOT
+    assert not imported_by("server", "kernels") & PLOT - imported_by("server/simulator")
 
 
 def test_nothing_is_installed_that_nobody_imports() -> None:

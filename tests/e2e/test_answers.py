@@ -36,9 +36,10 @@ def test_a_real_model_answers(client: openai.OpenAI) -> None:
 
 def test_the_collected_stream_is_the_unary_answer(client: openai.OpenAI) -> None:
     settings: Any = {"model": MODEL, "messages": QUESTION, "max_tokens": 40, "temperature": 0.9, "seed": 11, "n": 2}
-    whole = client.chat.completions.create(**settings)
+    whole = client.chat.completions.create(**settings, extra_body={"cache_salt": "whole"})  # both computed in full
     texts, reasons, usage = ["", ""], [None, None], None
-    for chunk in client.chat.completions.create(**settings, stream=True, stream_options={"include_usage": True}):
+    options: Any = {"stream": True, "stream_options": {"include_usage": True}, "extra_body": {"cache_salt": "stream"}}
+    for chunk in client.chat.completions.create(**settings, **options):
         usage = chunk.usage or usage
         for choice in chunk.choices:
             texts[choice.index] += choice.delta.content or ""

@@ -118,12 +118,15 @@ def test_in_little_memory_what_is_evicted_is_computed_again(model: Model, page_t
         > 280
     )
     talks = Talks(model, page_tokens, page_tokens=page_tokens, slabs=slabs + slabs // 4, chunk=16)
-    for round_number in range(24):
+    evicted = talks.cached.cache.evicted
+    for round_number in range(100):
+        if round_number >= 14 and any(evicted.values()):
+            break
         if round_number % 3 == 0:
             talks.texts.append([])  # somebody new
         talks.ask()
         talks.run()
         talks.cached.poison([1e30, -3e20][round_number % 2])
     talks.assert_equal()
-    assert sum(talks.cached.cache.evicted.values()) > 0
+    assert any(evicted.values())
     talks.cached.assert_empty()

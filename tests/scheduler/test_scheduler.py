@@ -427,7 +427,7 @@ def test_memory_always_comes_to_the_longest_waiting_and_shortage_falls_on_the_la
         others = [s for s in running if s is not oldest and s.id not in planned]
         assert victim is max(others, key=lambda s: (s.key, s.id))
         choices.append(len(others))
-        preempt(victim)
+        preempt(victim, now)
 
     scheduler._plan_row, scheduler._preempt = noting, watched  # type: ignore[method-assign]
 
