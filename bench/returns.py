@@ -75,7 +75,7 @@ def table(found: dict[Hashable, list[float | None]]) -> str:
     for reuse, values in sorted(found.items(), key=repr):
         if len(values) >= FEWEST:
             back = [value for value in values if value is not None]
-            times = np.quantile(back, QUANTILES) if back else []
+            times: list[float] = np.quantile(back, QUANTILES).tolist() if back else []
             cells = [str(reuse), str(len(values)), f"{len(back) / len(values):.2f}", *(f"{t:.0f}" for t in times)]
             lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
