@@ -94,14 +94,13 @@ class Node:
 
 class Snapshot:
     """The window of a resume point: after page `point` - 1 of `node`'s path. Its pages are pinned in the nodes they
-    belong to. locks counts the sequences that resumed here and still read its pages."""
+    belong to. Who resumed here holds those pages too, and so keeps them when the snapshot goes."""
 
-    __slots__ = ("last_used_s", "locks", "node", "point", "queued", "reuse")
+    __slots__ = ("last_used_s", "node", "point", "queued", "reuse")
 
     def __init__(self, node: Node, point: int, now_s: float, reuse: Reuse) -> None:
         self.node = node
         self.point = point
-        self.locks = 0
         self.last_used_s = now_s
         self.reuse = reuse
         self.queued: object = None
@@ -298,7 +297,6 @@ class PrefixTree:
 
     def drop_snapshot(self, snapshot: Snapshot) -> list[PageId]:
         """Returns the window pages that no other snapshot needs."""
-        assert not snapshot.locks
         freed = []
         for node, index in self._window_places(snapshot):
             node.pins[index] -= 1
