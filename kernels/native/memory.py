@@ -45,7 +45,8 @@ def _map(count: int) -> Tensor:
     if advice is not None:
         with contextlib.suppress(OSError):  # a kernel without them: ordinary pages do as well
             area.madvise(advice)
-    whole = torch.frombuffer(area, dtype=torch.uint8)  # keeps the mapping for as long as a view of it lives
+    with torch.inference_mode(False):  # the next user of a block may not be in inference mode, and writes to it too
+        whole = torch.frombuffer(area, dtype=torch.uint8)  # keeps the mapping for as long as a view of it lives
     start = -whole.data_ptr() % HUGE_PAGE
     return whole[start : start + count]
 
