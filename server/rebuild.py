@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import bisect
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -55,7 +57,15 @@ class RebuildShape:
         """
         if not self.fed_tokens:
             return 0.0
-        return sum(min(fed, safe_tokens) for fed in self.fed_tokens) / len(self.fed_tokens)
+        ascending, sums = self._fed_sums
+        less = bisect.bisect_left(ascending, safe_tokens)
+        return (sums[less] + (len(ascending) - less) * safe_tokens) / len(ascending)
+
+    @cached_property
+    def _fed_sums(self) -> tuple[list[int], list[int]]:
+        """fed_tokens ascending, and the sum of the first n of them for each n."""
+        ascending = sorted(self.fed_tokens)
+        return ascending, list(itertools.accumulate(ascending, initial=0))
 
 
 def shape_of(is_window: Sequence[bool], *, window_tokens: int, mtp_layers: int) -> RebuildShape:

@@ -6,7 +6,7 @@ import heapq
 import itertools
 import math
 from collections.abc import Callable
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 from server.cache.retention import Reuse
 
@@ -21,7 +21,8 @@ class Candidate(Protocol):
     reuse: Reuse
 
 
-C = TypeVar("C", bound=Candidate)
+Rate = Callable[[float], float]
+"""Returns per second by the age in seconds; what is not over yet has a negative age."""
 
 
 class EvictionQueue:
@@ -34,9 +35,9 @@ class EvictionQueue:
     Owner: KVCache, on the event-loop thread.
     """
 
-    def __init__(self, rate: Callable[[float, Reuse], float]) -> None:
+    def __init__(self, rate: Callable[[Reuse], Rate]) -> None:
         self._rate = rate
-        self._classes: dict[tuple[int, Reuse], list[tuple[float, int, Candidate]]] = {}
+        self._classes: dict[tuple[int, Reuse], _Class] = {}
         self._serials = itertools.count()
 
     def offer(self, candidate: Candidate, *, last_used_s: float, density: float, reuse: Reuse) -> None:
@@ -44,7 +45,10 @@ class EvictionQueue:
         step = round(STEPS_PER_DOUBLING * math.log2(max(density, LEAST_DENSITY)))
         serial = next(self._serials)
         candidate.queued = serial
-        heapq.heappush(self._classes.setdefault((step, reuse), []), (last_used_s, serial, candidate))
+        of_class = self._classes.get((step, reuse))
+        if of_class is None:
+            of_class = self._classes[step, reuse] = _Class(self._rate(reuse), 2.0 ** (step / STEPS_PER_DOUBLING))
+        heapq.heappush(of_class.heap, (last_used_s, serial, candidate))
 
     def withdraw(self, candidate: Candidate) -> None:
         candidate.queued = None
@@ -52,13 +56,28 @@ class EvictionQueue:
     def worst(self, now_s: float) -> Candidate | None:
         """The one to evict next; it stays queued. None if nothing is."""
         worst, least = None, math.inf
-        for (step, reuse), heap in list(self._classes.items()):
+        emptied = []
+        for key, of_class in self._classes.items():
+            heap = of_class.heap
             while heap and heap[0][2].queued != heap[0][1]:
                 heapq.heappop(heap)
             if not heap:
-                del self._classes[step, reuse]
+                emptied.append(key)
                 continue
-            worth = self._rate(max(0.0, now_s - heap[0][0]), reuse) * 2.0 ** (step / STEPS_PER_DOUBLING)
+            worth = of_class.rate(now_s - heap[0][0]) * of_class.density
             if worth < least:
                 worst, least = heap[0][2], worth
+        for key in emptied:
+            del self._classes[key]
         return worst
+
+
+class _Class:
+    """Candidates alike: when each was last used, its serial number, and itself. Owner: EvictionQueue."""
+
+    __slots__ = ("density", "heap", "rate")
+
+    def __init__(self, rate: Rate, density: float) -> None:
+        self.rate = rate
+        self.density = density
+        self.heap: list[tuple[float, int, Candidate]] = []

@@ -7,7 +7,7 @@ from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from server.cache.eviction import EvictionQueue
+from server.cache.eviction import EvictionQueue, Rate
 from server.cache.prefix_tree import NO_PAGE, Keys, Node, PrefixTree, Snapshot, WindowPage
 from server.cache.retention import Ending, Prices, Reuse, crossing, tip
 from server.cache.return_history import ReturnHistory
@@ -73,6 +73,19 @@ class _Row:
     def first(self, kind: PageKind) -> int:
         """The logical page of the first entry of pages(kind)."""
         return 0 if kind is PageKind.FULL else self.window_first
+
+    def index(self, kind: PageKind, page: PageId, cached_at: int | None) -> int | None:
+        """Where a page is in pages(kind), if it is. cached_at: the logical page that it is in the tree, if that has it;
+        long prefixes are not searched."""
+        pages = self.pages(kind)
+        if cached_at is not None:
+            index = cached_at - self.first(kind)
+            return index if 0 <= index < len(pages) and pages[index] == page else None
+        start = self.cached if kind is PageKind.FULL else 0
+        try:
+            return pages.index(page, start)
+        except ValueError:
+            return None
 
     @property
     def cached(self) -> int:
@@ -605,22 +618,21 @@ class KVCache:
     # --- inside ---------------------------------------------------------------------------------------------------
 
     def _allocate(self, kind: PageKind, count: int) -> list[PageId]:
-        pages = []
-        for _ in range(count):
-            page = self._slabs.allocate(kind)
-            assert page is not None, "fits() promised pages that allocate() does not have"
-            pages.append(page)
+        pages = self._slabs.allocate(kind, count)
+        assert len(pages) == count, "fits() promised pages that allocate() does not have"
         return pages
 
     def _release(self, kind: PageKind, pages: Iterable[PageId]) -> None:
-        for page in pages:
-            claims = self._claims.get(page, 0) if kind is PageKind.WINDOW else 0
-            if claims > 1:
-                self._claims[page] = claims - 1
-            elif claims:
-                del self._claims[page]
-            else:
-                self._slabs.release(kind, page)
+        if kind is PageKind.WINDOW and self._claims:
+            pages = [page for page in pages if not self._disclaim(page)]
+        self._slabs.release(kind, pages)
+
+    def _disclaim(self, page: PageId) -> bool:
+        """Whether a window page has another holder, who keeps it."""
+        claims = self._claims.pop(page, 0)
+        if claims > 1:
+            self._claims[page] = claims - 1
+        return claims > 0
 
     def _rewrites(self, row: _Row) -> tuple[TableWrite, ...]:
         """Entries that the device has to learn of, as they are now; window pages may have been released meanwhile."""
@@ -642,12 +654,12 @@ class KVCache:
                 continue
             for source, target in moved:
                 moves.append(PageMove(kind=kind, source=source, target=target))
-                self._tree.replace_page(kind, source, target)
+                cached_at = self._tree.replace_page(kind, source, target)
                 if kind is PageKind.WINDOW and source in self._claims:
                     self._claims[target] = self._claims.pop(source)
                 for row in self._rows.values():
-                    if source in row.pages(kind):
-                        index = row.pages(kind).index(source)
+                    index = row.index(kind, source, cached_at)
+                    if index is not None:
                         row.pages(kind)[index] = target
                         writes.append(
                             TableWrite(slot=row.slot, kind=kind, first_page=row.first(kind) + index, pages=(target,))
@@ -659,6 +671,6 @@ class KVCache:
 NO_REBUILD = RebuildShape(is_window=(), window_tokens=0, has_mtp=False)
 
 
-def _recency(age_s: float, reuse: Reuse) -> float:
+def _recency(reuse: Reuse) -> Rate:
     """As if everybody came back alike: the longest unused is worth the least."""
-    return 1.0 / (1.0 + age_s)
+    return lambda age_s: 1.0 / (1.0 + max(0.0, age_s))

@@ -315,22 +315,26 @@ class PrefixTree:
         window = [page for snapshot in snapshots for page in self.drop_snapshot(snapshot)]
         full = [PageId(page) for page in leaf.full[keep:].tolist()]
         self.pages[PageKind.FULL] -= len(full)
-        if keep:
-            leaf.keys, leaf.full = leaf.keys[:keep], leaf.full[:keep]
-            leaf.window, leaf.pins, leaf.inexact = leaf.window[:keep], leaf.pins[:keep], leaf.inexact[:keep]
-        else:
+        if not keep:
             assert leaf.parent is not None
             del leaf.parent.children[leaf.keys[0].tobytes()]
             self._forget_root(leaf.parent)
+        leaf.keys, leaf.full = leaf.keys[:keep], leaf.full[:keep]
+        leaf.window, leaf.pins, leaf.inexact = leaf.window[:keep], leaf.pins[:keep], leaf.inexact[:keep]
         return Freed(full=full, window=window, snapshots=snapshots)
 
-    def replace_page(self, kind: PageKind, source: PageId, target: PageId) -> None:
-        """A page was moved, and may be one of ours."""
+    def replace_page(self, kind: PageKind, source: PageId, target: PageId) -> int | None:
+        """A page was moved, and may be one of ours: then returns which of its path it is."""
         node = self._owners[kind][source] if source < len(self._owners[kind]) else None
-        if node is not None:
-            pages = node.full if kind is PageKind.FULL else node.window
-            pages[pages == source] = target
-            self._own(kind, np.array([target]), node)
+        if node is None:
+            return None
+        pages = node.full if kind is PageKind.FULL else node.window
+        found = np.flatnonzero(pages == source)
+        if not len(found):
+            return None
+        pages[found] = target
+        self._own(kind, np.array([target]), node)
+        return int(node.first + found[0])
 
     # --- asking ---------------------------------------------------------------------------------------------------
 

@@ -5,7 +5,6 @@ Pure functions of what is known at the time: no clock, no state, one set of cons
 
 from __future__ import annotations
 
-import bisect
 import math
 from dataclasses import dataclass
 from enum import IntEnum
@@ -139,19 +138,14 @@ AGES_S = (0.0, *(AGE_STEP**n for n in range(-4, 63)))
 """0, and 0.4 s to 11 days"""
 
 
-def return_rate(age_s: float, reuse: Reuse) -> float:
-    """What a place held for one who has been away for age_s is worth: returns per second of holding it, when it is held
-    as long as is best. (Who was here a moment ago may not be back for a minute, and is worth the wait.)
+@cache
+def return_rates(reuse: Reuse) -> tuple[float, ...]:
+    """From each of AGES_S on, what a place held for one who has been away for so long is worth: returns per second of
+    holding it, when it is held as long as is best. (Who was here a moment ago may not be back for a minute, and is
+    worth the wait.)
 
     Source: the index of Gittins (1979) for stopping: max over t of P(back within t) / E[time held until back or t].
     """
-    rates = _rates(reuse)
-    return rates[bisect.bisect_right(AGES_S, age_s, 1) - 1]
-
-
-@cache
-def _rates(reuse: Reuse) -> tuple[float, ...]:
-    """At each of AGES_S"""
     returns = returns_of(reuse)
     back = [returns.came_back(age_s) for age_s in AGES_S]
     held = [0.0]

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import heapq
+from collections.abc import Iterable
+
+import numpy as np
 
 from server.config import KVLayout
 from server.step import PageId, PageKind
+
+NOT_OF_THIS_KIND = np.iinfo(np.int64).max
 
 
 class _Slab:
@@ -27,10 +32,13 @@ class _Slab:
         self.free = list(range(pages - 1, -1, -1))
         self.taken = bytearray(pages)
 
-    def take(self) -> int:
-        offset = self.free.pop()
-        self.taken[offset] = 1
-        return offset
+    def take(self, count: int) -> list[int]:
+        """So many free offsets, or all there are."""
+        taken = self.free[-count:][::-1]
+        del self.free[-count:]
+        for offset in taken:
+            self.taken[offset] = 1
+        return taken
 
     def give_back(self, offset: int) -> None:
         self.taken[offset] = 0
@@ -59,6 +67,8 @@ class SlabAllocator:
         self._partial: dict[PageKind, list[int]] = {PageKind.FULL: [], PageKind.WINDOW: []}
         self._queued: dict[PageKind, set[int]] = {PageKind.FULL: set(), PageKind.WINDOW: set()}
         self._used = {PageKind.FULL: 0, PageKind.WINDOW: 0}
+        # Pages in use of each slab of a kind; NOT_OF_THIS_KIND in the others.
+        self._used_in = {kind: np.full(layout.slab_count, NOT_OF_THIS_KIND, dtype=np.int64) for kind in PageKind}
         self._slabs_of = {PageKind.FULL: 0, PageKind.WINDOW: 0}
 
     def __repr__(self) -> str:
@@ -94,64 +104,65 @@ class SlabAllocator:
         """Whether so many more pages of both kinds can be had together as things lie now."""
         return self._slabs_needed(PageKind.FULL, full) + self._slabs_needed(PageKind.WINDOW, window) <= len(self._empty)
 
-    def allocate(self, kind: PageKind) -> PageId | None:
-        """A free page, or None when neither a slab of this kind nor an empty slab has one."""
-        index = self._lowest_partial(kind)
-        if index is None:
-            if not self._empty or not self._pages_per_slab[kind]:
-                return None
-            index = heapq.heappop(self._empty)
-            self._slabs[index].become(kind, self._pages_per_slab[kind])
-            self._slabs_of[kind] += 1
-            self._queue(kind, index)
-        self._used[kind] += 1
-        return PageId(index * self._pages_per_slab[kind] + self._slabs[index].take())
+    def allocate(self, kind: PageKind, count: int) -> list[PageId]:
+        """So many free pages; fewer when neither slabs of this kind nor empty slabs have more."""
+        pages: list[PageId] = []
+        per_slab = self._pages_per_slab[kind]
+        while len(pages) < count:
+            index = self._lowest_partial(kind)
+            if index is None:
+                if not self._empty or not per_slab:
+                    break
+                index = heapq.heappop(self._empty)
+                self._slabs[index].become(kind, per_slab)
+                self._slabs_of[kind] += 1
+                self._used_in[kind][index] = 0
+                self._queue(kind, index)
+            first = index * per_slab
+            taken = self._slabs[index].take(count - len(pages))
+            self._used_in[kind][index] += len(taken)
+            pages += [PageId(first + offset) for offset in taken]
+        self._used[kind] += len(pages)
+        return pages
 
-    def release(self, kind: PageKind, page: PageId) -> None:
-        """Give a page back; a slab whose last page comes back belongs to nobody again."""
-        index, offset = divmod(page, self._pages_per_slab[kind])
-        slab = self._slabs[index]
-        assert slab.kind is kind and slab.taken[offset], f"{kind.name} page {page} is not in use"
-        slab.give_back(offset)
-        self._used[kind] -= 1
-        if slab.used:
-            self._queue(kind, index)
-        else:
-            slab.become(None, 0)
-            self._slabs_of[kind] -= 1
-            heapq.heappush(self._empty, index)
+    def release(self, kind: PageKind, pages: Iterable[PageId]) -> None:
+        """Give pages back; a slab whose last page comes back belongs to nobody again."""
+        per_slab, queued = self._pages_per_slab[kind], self._queued[kind]
+        returned: dict[int, int] = {}
+        for page in pages:
+            index, offset = divmod(page, per_slab)
+            slab = self._slabs[index]
+            assert slab.kind is kind and slab.taken[offset], f"{kind.name} page {page} is not in use"
+            slab.give_back(offset)
+            returned[index] = returned.get(index, 0) + 1
+        for index, count in returned.items():
+            self._used[kind] -= count
+            slab = self._slabs[index]
+            if slab.used:
+                self._used_in[kind][index] -= count
+                if index not in queued:
+                    self._queue(kind, index)
+            else:
+                self._give_up(index)
 
     def evacuate(self, kind: PageKind) -> list[tuple[PageId, PageId]] | None:
         """Empty the slab of a kind that is cheapest to empty into the others: (page, its new page) for each of its
-        pages, all of them moved in the books. None if no slab can be emptied.
+        pages, all of them moved in the books. None if the others have no room for it.
 
         Looks at every slab, O(slabs): only for when memory is short.
         """
         per_slab = self._pages_per_slab[kind]
-        if not per_slab:
+        if not per_slab or self._slabs_of[kind] * per_slab - self._used[kind] < per_slab:
             return None
-        spare = self._slabs_of[kind] * per_slab - self._used[kind]
-        movable = [
-            (slab.used, index)
-            for index, slab in enumerate(self._slabs)
-            if slab.kind is kind and slab.used <= spare - len(slab.free)
-        ]
-        if not movable:
-            return None
-        _, leaving = min(movable)
+        leaving = int(self._used_in[kind].argmin())
         slab = self._slabs[leaving]
         sources = [PageId(leaving * per_slab + offset) for offset in range(per_slab) if slab.taken[offset]]
         slab.free.clear()  # full in the eyes of allocate, so that no page moves to where it comes from
-        moves = []
-        for source in sources:
-            target = self.allocate(kind)
-            assert target is not None, "the other slabs have room"
-            moves.append((source, target))
+        targets = self.allocate(kind, len(sources))
+        assert len(targets) == len(sources), "the other slabs have room"
         self._used[kind] -= len(sources)
-        self._slabs_of[kind] -= 1
-        slab.become(None, 0)
-        heapq.heappush(self._empty, leaving)
-        return moves
+        self._give_up(leaving)
+        return list(zip(sources, targets, strict=True))
 
     def check(self) -> None:
         """Assert that every count equals what the slabs say."""
@@ -167,12 +178,25 @@ class SlabAllocator:
             assert sorted(slab.free) == [i for i, taken in enumerate(slab.taken) if not taken]
             assert slab.used > 0, "an empty slab must belong to nobody"
             assert not slab.free or index in self._queued[slab.kind], "a slab with room must be found by allocate"
+            assert self._used_in[slab.kind][index] == slab.used
             used[slab.kind] += slab.used
             slabs_of[slab.kind] += 1
+        for kind in PageKind:
+            of_kind = self._used_in[kind] < NOT_OF_THIS_KIND
+            assert [slab.kind is kind for slab in self._slabs] == of_kind.tolist()
         assert used == self._used and slabs_of == self._slabs_of
         assert empty == set(self._empty) and len(self._empty) == len(empty)
         for kind in PageKind:
             assert sorted(self._partial[kind]) == sorted(self._queued[kind])
+
+    def _give_up(self, index: int) -> None:
+        """A slab is empty: it belongs to nobody."""
+        slab = self._slabs[index]
+        assert slab.kind is not None
+        self._used_in[slab.kind][index] = NOT_OF_THIS_KIND
+        self._slabs_of[slab.kind] -= 1
+        slab.become(None, 0)
+        heapq.heappush(self._empty, index)
 
     def _queue(self, kind: PageKind, index: int) -> None:
         if index not in self._queued[kind]:

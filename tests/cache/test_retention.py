@@ -17,7 +17,6 @@ from server.cache.retention import (
     Returns,
     Reuse,
     crossing,
-    return_rate,
     returns_of,
     tip,
 )
@@ -30,6 +29,11 @@ CLASSES = [
     tip(1, Ending.SAID, 0),
     tip(1, Ending.CALLED, 0),
 ]
+
+
+def return_rate(age_s: float, reuse: Reuse) -> float:
+    """Of a class that nothing was learned of."""
+    return ReturnHistory().rate(reuse)(age_s)
 
 
 @pytest.mark.parametrize("reuse", CLASSES)
@@ -122,7 +126,7 @@ def test_the_queue_gives_what_a_look_at_everything_would(seed: int) -> None:
     def rate(age_s: float, reuse: Reuse) -> float:
         return (1 + reuse.turn) / (1.0 + age_s)
 
-    queue = EvictionQueue(rate)
+    queue = EvictionQueue(lambda reuse: lambda age_s: rate(age_s, reuse))
     things = [Thing(n, Reuse(turn=rng.choice([1, 2, 4]))) for n in range(30)]
     queued: dict[int, tuple[float, float]] = {}
     now = 0.0
@@ -156,7 +160,7 @@ def test_where_more_come_back_than_expected_the_rate_rises_and_where_nobody_does
     assert history.factor(busy) > 3
     assert history.factor(quiet) < 1 / 3
     assert history.factor(crossing(8)) == 1
-    assert history.rate(9.0, busy) == pytest.approx(history.factor(busy) * return_rate(9.0, busy))
+    assert history.rate(busy)(9.0) == pytest.approx(history.factor(busy) * return_rate(9.0, busy))
 
 
 def test_those_who_are_evicted_early_do_not_count_as_lost() -> None:

@@ -39,20 +39,23 @@ def test_random_pages_never_overlap_and_slabs_change_kind_only_when_empty(
     for _ in range(400):
         kind = rng.choice(list(PageKind)) if window else PageKind.FULL
         if held and rng.random() < 0.45:
-            slabs.release(*held.pop(rng.randrange(len(held))))
+            some = [held.pop(rng.randrange(len(held))) for _ in range(min(len(held), rng.randint(1, 3)))]
+            for each in PageKind:
+                slabs.release(each, [page for of_kind, page in some if of_kind is each])
         else:
-            page = slabs.allocate(kind)
-            # The plain definition: a page can be had iff some slab of this kind, or nobody's, has room for it.
+            count = rng.randint(1, 4)
+            pages = slabs.allocate(kind, count)
+            # The plain definition: slabs of this kind have room for pages, and so have nobody's.
             of_slab: dict[int, list[PageKind]] = {}
             for k, p in held:
                 of_slab.setdefault(p // per_slab[k], []).append(k)
-            room = any(
-                not kinds or (kinds[0] is kind and len(kinds) < per_slab[kind])
+            room = sum(
+                per_slab[kind] - len(kinds)
                 for kinds in (of_slab.get(i, []) for i in range(6))
+                if not kinds or kinds[0] is kind
             )
-            assert (page is not None) == room
-            if page is not None:
-                held.append((kind, page))
+            assert len(pages) == min(count, room)
+            held += ((kind, page) for page in pages)
         slabs.check()
         used = [b for k, p in held for b in byte_range(k, p)]
         assert len(used) == len(set(used))
@@ -63,28 +66,25 @@ def test_random_pages_never_overlap_and_slabs_change_kind_only_when_empty(
 
 def test_a_lone_user_of_a_kind_reuses_its_slab_before_it_opens_another() -> None:
     slabs = SlabAllocator(layout(full=3, window=5, slab=15, slabs=8))
-    live = [slabs.allocate(PageKind.WINDOW) for _ in range(3)]
+    live = slabs.allocate(PageKind.WINDOW, 3)
     for _ in range(100):
-        oldest = live.pop(0)
-        assert oldest is not None
-        slabs.release(PageKind.WINDOW, oldest)
-        live.append(slabs.allocate(PageKind.WINDOW))
-        assert {page // 3 for page in live if page is not None} == {0}
+        slabs.release(PageKind.WINDOW, [live.pop(0)])
+        live += slabs.allocate(PageKind.WINDOW, 1)
+        assert {page // 3 for page in live} == {0} and len(live) == 3
 
 
 def test_a_page_released_twice_is_our_own_bug_and_is_caught() -> None:
     slabs = SlabAllocator(layout(full=3, window=5, slab=15, slabs=2))
-    page, _other = slabs.allocate(PageKind.FULL), slabs.allocate(PageKind.FULL)
-    assert page is not None
-    slabs.release(PageKind.FULL, page)
+    page, _other = slabs.allocate(PageKind.FULL, 2)
+    slabs.release(PageKind.FULL, [page])
     with pytest.raises(AssertionError, match="not in use"):
-        slabs.release(PageKind.FULL, page)
+        slabs.release(PageKind.FULL, [page])
 
 
 def test_bytes_lost_to_partly_filled_slabs_are_counted() -> None:
     slabs = SlabAllocator(layout(full=4, window=5, slab=15, slabs=3))
     assert slabs.stranded_bytes() == 0
-    slabs.allocate(PageKind.FULL)
+    slabs.allocate(PageKind.FULL, 1)
     assert slabs.stranded_bytes() == 15 - 4
-    slabs.allocate(PageKind.WINDOW)
+    slabs.allocate(PageKind.WINDOW, 1)
     assert slabs.stranded_bytes() == (15 - 4) + (15 - 5)
