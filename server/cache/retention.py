@@ -111,7 +111,9 @@ LOGIT_OF_TURNS = (-0.2, -0.19, -0.81, -0.42, 0.78)
 """Where the ending is not known: of a first turn, and for each doubling of what it added beyond 1,024 tokens; both
 once more for later turns; for each doubling of the turn. A logistic fit: who adds a long text comes back less often,
 who has come back often comes back again."""
-TIME_OF_TURNS = (1.0, 120.0, 1.14)
+TIME_OF_TURNS = (110.0, 0.2, 1.14)
+"""Median where a prompt added 1,024 tokens, by how many doublings it grows with each doubling of them, and sigma: who
+adds a long text comes back later, too."""
 SHARE_OF_USES = {1: 0.15, 2: 0.4, 3: 0.5, 4: 0.65, 8: 0.8, 20: 0.98}
 TIME_OF_USES = (110.0, 0.6, 1.2)
 """Median after one use, the exponent by which it falls with more of them, and sigma."""
@@ -130,7 +132,8 @@ def returns_of(reuse: Reuse) -> Returns:
     logit = first + first_added * added + turns * math.log2(max(1, reuse.turn))
     if reuse.turn > 1:
         logit += later + later_added * added
-    return Returns(share=1 / (1 + math.exp(-logit)), times=(TIME_OF_TURNS,))
+    median_s, growth, sigma = TIME_OF_TURNS
+    return Returns(share=1 / (1 + math.exp(-logit)), times=((1.0, median_s * 2 ** (growth * reuse.doublings), sigma),))
 
 
 AGE_STEP = 1.25

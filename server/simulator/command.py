@@ -57,7 +57,7 @@ def simulate(arguments: Sequence[str]) -> int:
     setting = Setting(
         trace=trace,
         shape=shape_named(options.model_config),
-        page_tokens=_page_tokens(trace, options.page_tokens),
+        page_tokens=page_tokens_of(trace, options.page_tokens),
         chunk_tokens=options.chunk_tokens,
         policy=CachePolicy(
             rebuild=not options.no_rebuild,
@@ -161,7 +161,7 @@ def _draw(reports: Sequence[dict[str, Any]], setting: Setting, path: Path) -> No
     pyplot.close(figure)
 
 
-def _page_tokens(trace: Trace, wanted: int | None) -> int:
+def page_tokens_of(trace: Trace, wanted: int | None = None) -> int:
     """Pages that divide the trace's blocks: 128 tokens if they do."""
     if wanted is None:
         return MOST_PAGE_TOKENS if trace.block_tokens % MOST_PAGE_TOKENS == 0 else trace.block_tokens
