@@ -44,7 +44,7 @@ ONE_POOL, FORESIGHT, NO_END = "one pool for all layers, LRU", "an eviction that 
 OURS = "+ who comes back, and when (ours)"
 POLICIES = {
     "two kinds of page, windows kept at prompt ends, LRU": CachePolicy(
-        rebuild=False, branches=False, knows_reuse=False
+        rebuild=False, branches=False, spacing_tokens=0, knows_reuse=False
     ),
     "+ at branch points, and every 16 K tokens": CachePolicy(rebuild=False, spacing_tokens=16_384, knows_reuse=False),
     "the same, every 1 K tokens": CachePolicy(rebuild=False, spacing_tokens=1_024, knows_reuse=False),

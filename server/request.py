@@ -11,6 +11,9 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, NewType, Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
 from server.errors import TwinpaneError
 
 RequestId = NewType("RequestId", str)
@@ -192,12 +195,29 @@ class OutputStream(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PrefixHints:
+    """What the prefix cache reads of a prompt, made where the prompt was encoded: for a long one it takes a while.
+
+    ids: its tokens, int64 [T]. turn_ends: positions at which turns of the conversation end, ascending, int64 [E]. turn:
+    which turn of the conversation it asks for, from 1, and added_tokens: how many tokens it has beyond the prompt of
+    the turn before. call_end_ids: tokens with which an answer ends that calls a tool.
+    """
+
+    ids: NDArray[np.int64]
+    turn_ends: NDArray[np.int64]
+    turn: int
+    added_tokens: int
+    call_end_ids: frozenset[int]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationRequest:
     """A request that passed the border: tokens, rules, and one output stream per choice.
 
     prompt_tokens is never empty and every id is below the vocabulary size. arrival_s is on the engine's clock.
-    cache_salt: only requests with an equal one share cached prefixes. on_admitted is called once, on the event loop,
+    cache_salt: only requests with an equal one share cached prefixes. hints: without them, the cache knows the tokens
+    alone. on_admitted is called once, on the event loop,
     when the first choice begins, with how many of the prompt's tokens were cached.
     """
 
@@ -209,6 +229,7 @@ class GenerationRequest:
     arrival_s: float
     priority: int = 0
     cache_salt: str | None = None
+    hints: PrefixHints | None = None
     on_admitted: Callable[[int], None] = lambda _cached_tokens: None
 
 

@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+import numpy as np
+
 from server.api.app import build_app
 from server.api.context import ApiContext
 from server.api.serve import bind_socket, new_event_loop, serve
@@ -29,6 +31,7 @@ from server.request import (
     FinishReason,
     GenerationRequest,
     LogprobEntry,
+    PrefixHints,
     RequestId,
     SampledToken,
     SamplingDefaults,
@@ -156,6 +159,20 @@ def _overlap(text: str, stop: str) -> int:
     return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)
 
 
+def hints_of(
+    tokens: Iterable[int], *, turn_ends: Iterable[int] = (), turn: int = 1, call_end_ids: Iterable[int] = ()
+) -> PrefixHints:
+    """Of a prompt that adds all of its tokens."""
+    ids = np.array(list(tokens), dtype=np.int64)
+    return PrefixHints(
+        ids=ids,
+        turn_ends=np.array(list(turn_ends), dtype=np.int64),
+        turn=turn,
+        added_tokens=len(ids),
+        call_end_ids=frozenset(call_end_ids),
+    )
+
+
 class FakeText:
     """The text service over bytes. `encode_delay_s` makes encoding slow; `last_conversation` is what was rendered."""
 
@@ -172,6 +189,9 @@ class FakeText:
     async def encode_prompt(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
         del add_special_tokens
         return await self._encode(text)
+
+    async def hints(self, tokens: tuple[int, ...]) -> PrefixHints:
+        return hints_of(tokens)
 
     def output(
         self,

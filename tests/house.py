@@ -11,7 +11,7 @@ from server.config import KVLayout, SchedulerConfig
 from server.engine import Runner, run_isolated
 from server.metrics import RequestFacts, StepFacts
 from server.rebuild import RebuildShape
-from server.request import GenerationRequest, RequestId, SamplingParams, StopRules
+from server.request import GenerationRequest, PrefixHints, RequestId, SamplingParams, StopRules
 from server.scheduler.scheduler import Scheduler
 from server.step import PageKind, SequenceId, StepPlan, StepResult
 from tests.fake_device import CollectedOutput, PagesInFlight
@@ -92,6 +92,7 @@ class House:
         stop_token_ids: frozenset[int] = frozenset(),
         min_tokens: int = 0,
         priority: int = 0,
+        hints: PrefixHints | None = None,
     ) -> RequestId:
         request_id = RequestId(name)
         stop = StopRules(max_tokens=outputs, min_tokens=min_tokens, stop_token_ids=stop_token_ids)
@@ -105,6 +106,7 @@ class House:
                 outputs=tuple(collected),
                 arrival_s=self.now,
                 priority=priority,
+                hints=hints,
             )
         )
         self.prompts[request_id] = tuple(prompt)

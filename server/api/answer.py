@@ -27,6 +27,7 @@ from server.request import (
     ChoiceFinished,
     GenerationRequest,
     OutputStream,
+    PrefixHints,
     RequestId,
     StopRules,
     TextDelta,
@@ -83,7 +84,7 @@ class Job:
         self.cancel()
         self.channel.wake()
 
-    def submit(self, prompt: tuple[int, ...], *, param: str, default_tokens: int) -> None:
+    def submit(self, prompt: tuple[int, ...], hints: PrefixHints, *, param: str, default_tokens: int) -> None:
         """Hand one more prompt to the engine, or raise TooLong, Overloaded or Unavailable."""
         engine, generation = self._ctx.engine, self._generation
         if not prompt:
@@ -102,6 +103,7 @@ class Job:
             arrival_s=engine.now(),
             priority=generation.priority,
             cache_salt=generation.cache_salt,
+            hints=hints,
             on_admitted=self._admitted,
         )
         engine.submit(request)

@@ -36,11 +36,12 @@ from server.api.parse_chat import parse_chat
 from server.api.parse_completion import CompletionRequest, parse_completion
 from server.api.parse_sampling import Border, Generation, model_name
 from server.errors import Overloaded, TooLong, TwinpaneError, Unavailable
-from server.request import EngineState
+from server.request import Conversation, EngineState, PrefixHints
 
 logger = logging.getLogger("twinpane.api")
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
+Encoded = tuple[tuple[int, ...], PrefixHints]
 
 AsgiApp = Callable[[Any, Callable[[], Awaitable[Any]], Callable[[Any], Awaitable[None]]], Awaitable[None]]
 Handler = Callable[[Call], Awaitable[None]]
@@ -142,11 +143,11 @@ class Api:
     async def _chat(self, call: Call) -> None:
         with self._bodies.lease() as lease:
             request = await self._parse(call, lease, parse_chat)
-            tokens = await self._encode(call, self._ctx.text.encode_chat(request.conversation))
+            tokens, hints = await self._encode(call, self._encode_chat(request.conversation))
         generation = request.generation
         logprobs = generation.sampling.logprobs is not None
         with Job(self._ctx, call, generation) as job:
-            job.submit(tokens, param="messages", default_tokens=self._ctx.engine.limits.context_tokens)
+            job.submit(tokens, hints, param="messages", default_tokens=self._ctx.engine.limits.context_tokens)
             head = self._head(f"chatcmpl-{call.request_id}")
             headers = self._ignored(generation)
             if generation.stream:
@@ -169,8 +170,8 @@ class Api:
             for _ in range(generation.n)
         ]
         with Job(self._ctx, call, generation, prompts=len(prompts)) as job:
-            for prompt in prompts:
-                job.submit(prompt, param="prompt", default_tokens=COMPLETION_DEFAULT_TOKENS)
+            for tokens, hints in prompts:
+                job.submit(tokens, hints, param="prompt", default_tokens=COMPLETION_DEFAULT_TOKENS)
             head = self._head(f"cmpl-{call.request_id}")
             headers = self._ignored(generation)
             if generation.stream:
@@ -226,16 +227,19 @@ class Api:
         finally:
             self._encoding -= 1
 
-    async def _encode_prompts(self, request: CompletionRequest) -> list[tuple[int, ...]]:
-        tokens: list[tuple[int, ...]] = []
+    async def _encode_chat(self, conversation: Conversation) -> Encoded:
+        tokens = await self._ctx.text.encode_chat(conversation)
+        return tokens, await self._ctx.text.hints(tokens)
+
+    async def _encode_prompts(self, request: CompletionRequest) -> list[Encoded]:
+        encoded: list[Encoded] = []
         for prompt in request.prompts:
-            if isinstance(prompt, str):
-                encoded = await self._ctx.text.encode_prompt(prompt, add_special_tokens=request.add_special_tokens)
-                tokens.append(encoded)
-                await asyncio.sleep(0)  # a short prompt is encoded without a pause, but there may be many
-            else:
-                tokens.append(prompt)
-        return tokens
+            tokens = prompt
+            if isinstance(tokens, str):
+                tokens = await self._ctx.text.encode_prompt(tokens, add_special_tokens=request.add_special_tokens)
+            encoded.append((tokens, await self._ctx.text.hints(tokens)))
+            await asyncio.sleep(0)  # a short prompt is encoded without a pause, but there may be many
+        return encoded
 
     def _border(self) -> Border:
         ctx = self._ctx

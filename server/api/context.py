@@ -11,7 +11,7 @@ from typing import Protocol
 from server.api.events import Turn
 from server.config import HttpConfig
 from server.metrics import Metrics
-from server.request import MAX_SEED, Conversation, Engine, Event, OutputStream, SamplingDefaults, StopRules
+from server.request import MAX_SEED, Conversation, Engine, Event, OutputStream, PrefixHints, SamplingDefaults, StopRules
 
 
 class Tokenizer(Protocol):
@@ -35,6 +35,10 @@ class Text(Protocol):
         ...
 
     async def encode_prompt(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]: ...
+
+    async def hints(self, tokens: tuple[int, ...]) -> PrefixHints:
+        """What the prefix cache wants to know of an encoded prompt."""
+        ...
 
     def output(
         self,

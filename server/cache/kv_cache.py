@@ -135,12 +135,12 @@ NO_PAGES = PageDemand(full=0, window=0)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CachePolicy:
     """What is kept and how. rebuild: a prefix whose window is gone is resumed by rebuilding it. branches: a snapshot is
-    taken where a path is seen to branch. spacing_tokens: and every so many tokens, if not 0. knows_reuse: turns and
-    endings count; otherwise the longest unused goes first."""
+    taken where a path is seen to branch. spacing_tokens: and every so many tokens, never if 0; None follows from the
+    model's prices. knows_reuse: turns and endings count; otherwise the longest unused goes first."""
 
     rebuild: bool = True
     branches: bool = True
-    spacing_tokens: int = 0
+    spacing_tokens: int | None = None
     knows_reuse: bool = True
 
 
@@ -168,6 +168,8 @@ class KVCache:
             window_page_bytes=layout.window_page_bytes,
             rebuild=rebuild if rebuild is not None and self._policy.rebuild else NO_REBUILD,
         )
+        given = self._policy.spacing_tokens
+        self._spacing_tokens = self._prices.spacing_tokens if given is None else given
         self._slabs = SlabAllocator(layout)
         self._tree = PrefixTree(snapshot_pages)
         self._history = ReturnHistory()
@@ -252,6 +254,16 @@ class KVCache:
         """How many pages of a prefix are cached, whether they can be resumed or not."""
         return self._tree.match(self._tree.root(prefix.namespace), prefix.keys(0, prefix.pages)).pages
 
+    def shared_pages(self, prefix: Prefix) -> int:
+        """How many full pages of a prefix are cached and in the path of somebody who runs: to begin it takes none of
+        these."""
+        if not self._tree.has(prefix.namespace):
+            return 0
+        pages = min(prefix.pages, prefix.resumable)
+        known = self._tree.match(self._tree.root(prefix.namespace), prefix.keys(0, pages))
+        shared = next((node.stop for node in known.node.path() if node.locks), 0)
+        return min(shared, known.pages)
+
     def pages_of(self, sequence: SequenceId, kind: PageKind) -> dict[int, PageId]:
         """Logical page -> page id of what a sequence holds."""
         row = self._rows[sequence]
@@ -331,8 +343,8 @@ class KVCache:
         if not self.layout.has_window:
             return []
         marks = {*prefix.marks, branch, prefix.pages}
-        if self._policy.spacing_tokens:
-            spacing = max(1, self._policy.spacing_tokens // self.layout.page_tokens)
+        if self._spacing_tokens:
+            spacing = max(1, self._spacing_tokens // self.layout.page_tokens)
             marks.update(range(spacing, prefix.pages, spacing))
         first = resume.cached_tokens // self.layout.page_tokens
         return sorted(mark for mark in marks if mark and first <= mark <= prefix.pages)

@@ -154,6 +154,10 @@ class PrefixTree:
 
     # --- finding --------------------------------------------------------------------------------------------------
 
+    def has(self, namespace: Hashable) -> bool:
+        """Whether anything is known of it."""
+        return namespace in self._roots
+
     def root(self, namespace: Hashable = None) -> Node:
         node = self._roots.get(namespace)
         if node is None:

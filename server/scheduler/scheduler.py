@@ -6,14 +6,14 @@ import heapq
 import itertools
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import numpy as np
 
 from server.cache.kv_cache import NO_PAGES, KVCache, PageDemand, Prefix
 from server.cache.prefix_tree import Keys
-from server.cache.retention import Ending
+from server.cache.retention import Ending, turn_marks
 from server.config import SchedulerConfig
 from server.errors import BadRequest, EngineFailed, Overloaded, TooLong, TwinpaneError
 from server.metrics import RequestFacts, StepFacts
@@ -365,13 +365,13 @@ class Scheduler:
             sequence = self._head()
             if sequence is None:
                 return
-            demand = self._cache.peak_demand(self._with_growth(sequence), self._chunk_tokens)
-            if not self._cache.fits(self._outstanding() + demand):
+            prefix = self._prefix(sequence)
+            if not self._fits(sequence, prefix):
                 return
             heapq.heappop(self._waiting)
             sequence.slot = SlotId(self._free_slots.pop())
             sequence.epoch += 1
-            resume = self._cache.open(sequence.id, sequence.slot, self._prefix(sequence), now)
+            resume = self._cache.open(sequence.id, sequence.slot, prefix, now)
             sequence.computed_tokens = sequence.planned_tokens = resume.start
             sequence.resumed_at = resume.cached_tokens
             self._running[sequence.id] = sequence
@@ -383,22 +383,39 @@ class Scheduler:
             if not self._plan_row(sequence, sequence.pending_tokens, building):
                 return
 
+    def _fits(self, sequence: Sequence, prefix: Prefix | None) -> bool:
+        demand = self._outstanding() + self._cache.peak_demand(self._with_growth(sequence), self._chunk_tokens)
+        if self._cache.fits(demand):
+            return True
+        if prefix is None:
+            return False
+        shared = self._cache.shared_pages(prefix)  # looked up only now: it takes a while for a long prompt
+        return shared > 0 and self._cache.fits(PageDemand(full=demand.full - shared, window=demand.window))
+
     def _prefix(self, sequence: Sequence) -> Prefix | None:
         """How the cache knows what is known of a sequence; after a preemption, its outputs are part of that."""
         if self._config.prefix_caching == "off":
             return None
         page_tokens, known = self._cache.layout.page_tokens, sequence.known_tokens
 
-        def keys(first: int, stop: int) -> Keys:
-            tokens = sequence.tokens(first * page_tokens, stop * page_tokens)
-            return np.array(tokens, dtype=np.int64).reshape(-1, page_tokens)
+        hints = sequence.request.hints
 
-        return Prefix(
+        def keys(first: int, stop: int) -> Keys:
+            start, stop = first * page_tokens, stop * page_tokens
+            if hints is not None and stop <= len(hints.ids):
+                return hints.ids[start:stop].reshape(-1, page_tokens)
+            return np.array(sequence.tokens(start, stop), dtype=np.int64).reshape(-1, page_tokens)
+
+        prefix = Prefix(
             keys=keys,
             pages=known // page_tokens,
             resumable=(known - 1) // page_tokens,
             namespace=sequence.request.cache_salt,
         )
+        if hints is None:
+            return prefix
+        marks = turn_marks(hints.turn_ends, page_tokens)
+        return replace(prefix, marks=marks, turn=hints.turn, added_tokens=hints.added_tokens)
 
     def _outstanding(self) -> PageDemand:
         """What the running sequences will still ask for to compute what they know, and one page more each."""
@@ -469,7 +486,7 @@ class Scheduler:
             self.fail(request_id, EngineFailed("the output of this request could not be processed"), now)
             return
         if reason is not None:
-            self._drop(sequence, now, Ending.SAID if reason is FinishReason.STOP else Ending.UNKNOWN)
+            self._drop(sequence, now, _ending(sequence, reason))
             if not accepted.live:
                 self._end(accepted, reason.value, now)
 
@@ -506,6 +523,16 @@ class Scheduler:
                 total_s=now - request.arrival_s,
             ),
         )
+
+
+def _ending(sequence: Sequence, reason: FinishReason) -> Ending:
+    """Whether an answer that came to its end called a tool: by its last tokens, since a line break and the end of the
+    turn may follow."""
+    if reason is not FinishReason.STOP:
+        return Ending.UNKNOWN
+    hints = sequence.request.hints
+    calls = hints is not None and not hints.call_end_ids.isdisjoint(sequence.output_tokens[-3:])
+    return Ending.CALLED if calls else Ending.SAID
 
 
 def _guarded(end: Callable[[], None]) -> None:

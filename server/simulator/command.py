@@ -197,7 +197,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     rules.add_argument("--no-branches", action="store_true", help="no snapshots where paths branch")
     rules.add_argument("--lru", action="store_true", help="the longest unused goes first, whoever it is")
-    rules.add_argument("--spacing-tokens", type=_count, default=0, metavar="N", help="more snapshots, every N tokens")
+    rules.add_argument("--spacing-tokens", type=_count, metavar="N", help="a snapshot every N tokens, too")
     return parser
 
 

@@ -6,18 +6,24 @@ import asyncio
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
-from typing import Any
+from typing import Any, TypeVar
 
 from server.errors import BadRequest, Unavailable
-from server.request import Conversation, Event, Message, StopRules, ToolCall
+from server.request import Conversation, Event, Message, PrefixHints, StopRules, ToolCall
 from server.text.budget import Abandoned, Budget
 from server.text.chat_template import RENDER_LIMIT_S, ChatTemplate
 from server.text.output import TextOutput
 from server.text.template_sandbox import TemplateTimeout
 from server.text.tokenizer import Tokenizer
+from server.text.turns import TurnFinder
+
+T = TypeVar("T")
 
 INLINE_CHARS = 4_000
 """Up to here encoding takes 1 to 2 ms on the event loop; longer texts go to a worker thread."""
+
+INLINE_TOKENS = 16_384
+"""Up to here looking for turns takes less than a millisecond on the event loop."""
 
 _ITEM_CHARS = 20
 """What a message, a part, a call or a value costs beside its characters, in characters."""
@@ -43,6 +49,7 @@ class TextService:
         """
         self.tokenizer = tokenizer
         self._template = template
+        self._turns = TurnFinder(tokenizer)
         self._context_tokens = context_tokens
         self._workers = ThreadPoolExecutor(workers, thread_name_prefix="text")
         self._budgets: set[Budget] = set()  # of what waits for a worker or runs on one
@@ -63,7 +70,7 @@ class TextService:
                 if not isinstance(error.__cause__, TemplateTimeout):
                     raise
         return await self._in_worker(
-            lambda budget: template.encode(conversation, limit_s=RENDER_LIMIT_S, budget=budget), param="messages"
+            lambda budget: tuple(template.encode(conversation, limit_s=RENDER_LIMIT_S, budget=budget)), param="messages"
         )
 
     async def encode_prompt(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
@@ -74,14 +81,20 @@ class TextService:
         """
         add_bos = add_special_tokens and self.tokenizer.adds_bos
 
-        def encode(budget: Budget) -> list[int]:
-            return self.tokenizer.encode(text, parse_special=True, add_bos=add_bos, budget=budget)
+        def encode(budget: Budget) -> tuple[int, ...]:
+            return tuple(self.tokenizer.encode(text, parse_special=True, add_bos=add_bos, budget=budget))
 
         if len(text) > INLINE_CHARS:
             return await self._in_worker(encode, param="prompt")
-        tokens = tuple(encode(self._budget("prompt")))
+        tokens = encode(self._budget("prompt"))
         await asyncio.sleep(0)
         return tokens
+
+    async def hints(self, tokens: tuple[int, ...]) -> PrefixHints:
+        """What the prefix cache wants to know of an encoded prompt."""
+        if len(tokens) <= INLINE_TOKENS:
+            return self._turns.hints(tokens)
+        return await self._in_worker(lambda budget: self._turns.hints(tokens, budget.check), param="prompt")
 
     def output(
         self,
@@ -111,12 +124,12 @@ class TextService:
     def _budget(self, param: str) -> Budget:
         return Budget(self._context_tokens, param=param)
 
-    async def _in_worker(self, encode: Callable[[Budget], list[int]], *, param: str) -> tuple[int, ...]:
-        """Encode beside the event loop. A cancelled caller ends the work too."""
+    async def _in_worker(self, work: Callable[[Budget], T], *, param: str) -> T:
+        """Work beside the event loop. A cancelled caller ends it too."""
         budget = self._budget(param)
         self._budgets.add(budget)
         try:
-            return tuple(await asyncio.get_running_loop().run_in_executor(self._workers, encode, budget))
+            return await asyncio.get_running_loop().run_in_executor(self._workers, work, budget)
         except Abandoned:
             raise Unavailable("The server is shutting down.", code="server_draining") from None
         finally:

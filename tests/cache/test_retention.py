@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 import random
+from dataclasses import replace
 from itertools import pairwise
 
+import numpy as np
 import pytest
 
 from server.cache.eviction import EvictionQueue
@@ -19,6 +21,7 @@ from server.cache.retention import (
     crossing,
     returns_of,
     tip,
+    turn_marks,
 )
 from server.cache.return_history import ReturnHistory
 from server.rebuild import shape_of
@@ -107,6 +110,25 @@ def test_a_run_without_a_window_is_worth_what_a_rebuild_leaves() -> None:
     assert each.leaf_density(100 * span, is_safe=False) == pytest.approx(1, abs=0.02)
     assert each.leaf_density(64, is_safe=False) < 0.1, "getting its window back is as much work as computing it"
     assert each.snapshot_density(0) == 0 < each.snapshot_density(500) < each.snapshot_density(10**6)
+
+
+def test_where_windows_are_rebuilt_no_snapshots_are_taken_on_the_way() -> None:
+    """Where they cannot be, one stands for some times its price: 16 K tokens for this model, a quarter for a quarter of
+    the window."""
+    each = prices()
+    assert each.spacing_tokens == 0
+    never = replace(each, rebuild=shape_of([], window_tokens=0, mtp_layers=0))
+    assert never.spacing_tokens == round(20 * 128 * 322_560 / 51_200)
+    quarter = replace(never, window_page_bytes=never.window_page_bytes // 4)
+    assert quarter.spacing_tokens == pytest.approx(never.spacing_tokens / 4, abs=1)
+
+
+@pytest.mark.parametrize(
+    ("ends", "marks"),
+    [([], ()), ([3], ()), ([5], (1,)), ([9, 17], (2, 4)), ([9, 17, 40, 41, 83], (2, 10, 20)), ([40, 41, 43], (10,))],
+)
+def test_snapshots_stand_where_the_first_and_the_last_two_turns_end(ends: list[int], marks: tuple[int, ...]) -> None:
+    assert turn_marks(np.array(ends, dtype=np.int64), 4) == marks
 
 
 # --- the queue ----------------------------------------------------------------------------------------------------

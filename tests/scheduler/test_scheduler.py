@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from server.cache.retention import Ending
 from server.config import KVLayout
 from server.errors import BadRequest, EngineFailed, Overloaded, TooLong
 from server.rebuild import shape_of
@@ -13,6 +14,7 @@ from server.scheduler.priority import priority_tokens, standing_key
 from server.scheduler.sequence import Sequence
 from server.step import PageKind, RowPlan
 from tests.fake_device import CollectedOutput, FakeDevice, text_alone
+from tests.fakes import hints_of
 from tests.house import House
 
 
@@ -199,7 +201,21 @@ def test_random_conversations_over_a_cache_are_answered_as_without_one(
         prompt = known[: rng.choice([len(known), rng.randint(0, len(known))])]
         prompt += tuple(rng.randrange(3) for _ in range(rng.randint(1, 1 + capacity // 8)))
         outputs = rng.randint(1, max(1, min(20, capacity - len(prompt))))
-        ids.append(house.submit(f"r{number}", prompt, outputs=outputs, choices=rng.choice([1, 1, 2]), seed=number))
+        hints = hints_of(
+            prompt,
+            turn_ends=sorted(rng.sample(range(1, len(prompt) + 1), min(len(prompt), rng.randint(0, 5)))),
+            turn=rng.randint(1, 20),
+            call_end_ids=[7],
+        )
+        ids.append(
+            house.submit(
+                *(f"r{number}", prompt),
+                outputs=outputs,
+                choices=rng.choice([1, 1, 2]),
+                seed=number,
+                hints=rng.choice([None, hints]),
+            )
+        )
         for _ in range(rng.randint(0, 9)):
             cancel_one()
             house.step(between=cancel_one)
@@ -226,6 +242,70 @@ def test_a_prompt_that_goes_on_is_computed_from_where_it_differs(pipeline: dict[
     cached = {name: facts.cached_tokens for name, facts in house.ended.items()}
     assert cached == {a: 0, b: 28, again: 28, other: 0}  # seven pages of four are whole at the end of the first prompt
     house.assert_empty()
+
+
+def test_the_windows_of_turns_are_kept_where_conversations_part(pipeline: dict[str, Any]) -> None:
+    """The system text ends at 21 and the last question begins at 40: whoever shares either resumes there."""
+    house = FakeHouse(layout(slabs=60, page_tokens=4, window_tokens=7), **pipeline, prefix_caching=True)
+    first = tuple(range(50))
+    prompts = {
+        "first": first,
+        "another answer": (*first[:40], 60, 61, 62),
+        "another talk": (*first[:22], 70, 71, 72, 73, 74),
+        "in between": (*first[:31], 80, 81, 82),
+    }
+    for name, prompt in prompts.items():
+        house.submit(name, prompt, outputs=2, hints=hints_of(prompt, turn_ends=[21, 30, 35, 40]))
+        house.run()
+    cached = {str(name): facts.cached_tokens for name, facts in house.ended.items()}
+    assert cached == {"first": 0, "another answer": 40, "another talk": 20, "in between": 20}
+    house.assert_empty()
+
+
+@pytest.mark.parametrize(
+    ("called", "stopped", "ending"),
+    [(True, True, Ending.CALLED), (False, True, Ending.SAID), (True, False, Ending.UNKNOWN)],
+)
+def test_the_cache_learns_whether_an_answer_called_a_tool(
+    called: bool, stopped: bool, ending: Ending, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    house = FakeHouse(layout(), prefix_caching=True)
+    prompt = tuple(range(12))
+    text = text_alone(prompt, 6, layout=house.layout, choice=0, seed=0)
+    seen: list[Ending] = []
+    close = house.cache.close
+    monkeypatch.setattr(
+        house.cache,
+        "close",
+        lambda *args: seen.append(args[3]) or close(*args),  # type: ignore[func-returns-value]
+    )
+    house.submit(
+        *("a", prompt),
+        outputs=6,
+        stop_token_ids=frozenset(text[-1:]) if stopped else frozenset(),
+        min_tokens=5,
+        hints=hints_of(prompt, call_end_ids=text[-2:-1] if called else [1000]),
+    )
+    house.run()
+    assert seen == [ending]
+
+
+def test_who_shares_a_prefix_is_admitted_beside_its_first_reader() -> None:
+    """Two of them fit only if what they share counts once."""
+    cut = layout(slabs=9, page_tokens=4, window_tokens=7)
+    shared = tuple(n % 97 for n in range(80))
+    for caching in (False, True):
+        house = FakeHouse(cut, prefix_caching=caching, prefill_chunk_tokens=16)
+        first = house.submit("first", (*shared, 1), outputs=30)
+        while not house.outputs[first][0].tokens:
+            house.step()
+        second = house.submit("second", (*shared, 2), outputs=2)
+        house.step()
+        assert house.scheduler.running == 1 + caching
+        house.run()
+        house.assert_answers(first)
+        house.assert_answers(second)
+        house.assert_empty()
 
 
 def until_stop(text: list[int], rules: StopRules) -> list[int]:
