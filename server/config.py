@@ -460,6 +460,13 @@ GROUPS: Mapping[str, tuple[Flag, ...]] = {
 FLAGS: tuple[Flag, ...] = tuple(each for group in GROUPS.values() for each in group)
 BY_NAME: Mapping[str, Flag] = {name: each for each in FLAGS for name in each.names}
 BY_ENV: Mapping[str, Flag] = {each.env: each for each in FLAGS}
+SWITCHES: Mapping[str, tuple[str, str]] = {
+    "--enable-prefix-caching": ("--prefix-caching", "on"),
+    "--no-enable-prefix-caching": ("--prefix-caching", "off"),
+    "--disable-radix-cache": ("--prefix-caching", "off"),
+}
+"""Spellings of other servers that take no value, and what they stand for here."""
+
 BRANCHES: Mapping[str, type] = {
     "model": ModelConfig,
     "cache": CacheConfig,
@@ -535,6 +542,12 @@ def read_command_line(argv: Sequence[str]) -> list[tuple[Flag, str, str]]:
             continue
         spelling, equals, value = token.partition("=")
         name = "--" + spelling[2:].replace("_", "-") if spelling.startswith("--") else spelling
+        if name in SWITCHES:
+            if equals:
+                raise StartupError(f"{spelling} takes no value")
+            known, value = SWITCHES[name]
+            settings.append((BY_NAME[known], spelling, value))
+            continue
         each = BY_NAME.get(name)
         if each is None:
             close = difflib.get_close_matches(name, BY_NAME, n=1, cutoff=0.75)
@@ -580,7 +593,11 @@ def help_text(width: int = 100) -> str:
             default = default_of(each)
             shown = "" if default in (None, ()) else f" [{default}]"
             lines.append(f"  {', '.join(each.names)} {metavar}")
-            lines += textwrap.wrap(f"{each.help}{shown}", width, initial_indent=" " * 6, subsequent_indent=" " * 6)
+            switches = [name for name, (known, _) in SWITCHES.items() if known in each.names]
+            also = f"; also {', '.join(switches)}" if switches else ""
+            lines += textwrap.wrap(
+                f"{each.help}{also}{shown}", width, initial_indent=" " * 6, subsequent_indent=" " * 6
+            )
         lines.append("")
     lines += textwrap.wrap(
         "Default values stand in brackets. `_` and `-` are the same in a flag's name. Every flag is also read from "

@@ -230,3 +230,20 @@ def test_help_names_every_flag_every_default_and_stays_narrow() -> None:
 
 def test_the_branches_of_the_tree_are_the_ones_flags_know() -> None:
     assert {known.name for known in dataclasses.fields(ServeConfig)} >= {name for name in BRANCHES if name}
+
+
+@pytest.mark.parametrize(
+    ("switch", "caching"),
+    [
+        ("--enable-prefix-caching", "on"),
+        ("--no-enable-prefix-caching", "off"),
+        ("--no_enable_prefix_caching", "off"),
+        ("--disable-radix-cache", "off"),
+    ],
+)
+def test_switches_of_other_servers_mean_the_same_here(switch: str, caching: str) -> None:
+    other = {"on": "off", "off": "on"}[caching]
+    config = read_config(["--prefix-caching", other, switch, "some/model"], {})
+    assert (config.scheduler.prefix_caching, config.model.model) == (caching, "some/model")
+    with pytest.raises(StartupError, match="takes no value"):
+        read_config([f"{switch}=true"], {})
