@@ -59,6 +59,7 @@ class Answer:
     ended_s: float
     output_tokens: int
     prompt_tokens: int | None
+    cached_tokens: int | None = None
 
     @property
     def ttft_s(self) -> float:
@@ -136,6 +137,7 @@ class Client:
             ended_s=ended_s,
             output_tokens=int(usage.get("completion_tokens") or len(stamps)),
             prompt_tokens=usage.get("prompt_tokens"),
+            cached_tokens=(usage.get("prompt_tokens_details") or {}).get("cached_tokens"),
         )
 
     async def ask_all(self, prompts: Sequence[str], outputs: int, sampling: Sampling) -> list[Answer]:
