@@ -16,6 +16,8 @@ from server.step import PageKind, SequenceId, SlotId, StepId
 from tests.cache.memory import Device, prefix_of
 
 SLOTS = 5
+ACTIONS = 1_700
+"""Of each of 60 random lives: 102,000 in all."""
 
 
 def layout_of(page_tokens: int, window_tokens: int, slabs: int) -> KVLayout:
@@ -63,10 +65,19 @@ class Life:
             self.open()
         elif action < 0.9 and self.running:
             self.step()
-        elif action < 0.97 and self.running:
+        elif action < 0.96 and self.running:
             self.close(self.rng.choice(list(self.running)), None)
-        elif action > 0.99:
+        elif action < 0.98:
+            self.lose_a_window()
+        elif action > 0.995:
             self.cache.flush()
+
+    def lose_a_window(self) -> None:
+        """As when memory is short: whoever comes back there has to rebuild it."""
+        snapshots = [each for node in self.cache._tree.nodes() for each in node.snapshots.values()]
+        if snapshots:
+            self.cache._evict_snapshot(self.rng.choice(snapshots))
+            self.seen["windows lost"] += 1
 
     def open(self) -> None:
         rng, page_tokens = self.rng, self.cache.layout.page_tokens
@@ -139,7 +150,7 @@ def test_random_lives_read_only_what_their_own_tokens_made(
         layout_of(page_tokens, window_tokens, rng.randint(20, 60)), rebuild=shape, policy=CachePolicy(rebuild=rebuild)
     )
     life = Life(cache, rng)
-    for number in range(400):
+    for number in range(ACTIONS):
         life.act()
         if number % 5 == 0:
             cache.check()
@@ -149,5 +160,7 @@ def test_random_lives_read_only_what_their_own_tokens_made(
     cache.flush()
     cache.check()
     assert cache.usage(PageKind.FULL) == cache.usage(PageKind.WINDOW) == 0
-    assert life.seen["hits"] > 5
+    assert life.seen["hits"] > 50
+    assert sum(cache.evicted.values()) > 0
+    assert life.seen["windows lost"] > 0 or not window_tokens
     assert bool(life.seen["rebuilds"]) <= (rebuild and window_tokens > 0)

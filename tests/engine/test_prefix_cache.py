@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from server.model.spec import ModelSpec
 from server.model.weights import Weights
 from server.request import RequestId, SamplingParams
+from server.step import PageKind, RowPlan
 from tests.engine.real import RealHouse, load_mimo
 from tests.model.checkpoints import load_folder
 from tests.model.test_parity import gemma3, gpt_oss, llama, randomize
@@ -130,3 +131,34 @@ def test_in_little_memory_what_is_evicted_is_computed_again(model: Model, page_t
     talks.assert_equal()
     assert any(evicted.values())
     talks.cached.assert_empty()
+
+
+@pytest.mark.parametrize("family", ["gemma3", "gpt_oss", "mimo"])
+def test_chats_that_take_turns_are_never_computed_again_where_only_windows_are_lost(
+    family: str, tmp_path: Path
+) -> None:
+    """Eight chats of ten turns in an arena that holds their full K/V, and not the windows of all of them."""
+    model, page_tokens, turn_tokens = MODELS[family](tmp_path), 4, 24
+    house = RealHouse(*model, page_tokens=page_tokens, slabs=1, prefix_caching=True, prefill_chunk_tokens=32)
+    cut = house.layout
+    full_bytes = 8 * (10 * turn_tokens // page_tokens + 1) * cut.full_page_bytes
+    windows = house.cache.peak_demand(10 * turn_tokens, 32).window + 3 * house.cache.pages_for(cut.window_tokens)
+    slabs = -(-(full_bytes + windows * cut.window_page_bytes) // cut.slab_bytes) + 2
+    house = RealHouse(*model, page_tokens=page_tokens, slabs=slabs, prefix_caching=True, prefill_chunk_tokens=32)
+    rng = random.Random(family)
+    texts: list[list[int]] = [[] for _ in range(8)]
+    span = house.cache._prices.rebuild.span_tokens
+    for turn in range(10):
+        for chat, text in enumerate(texts):
+            known = len(text)
+            text += [rng.randrange(VOCAB) for _ in range(turn_tokens)]
+            rows: list[RowPlan] = []
+            house.submit(f"{chat}.{turn}", text, outputs=1, sampling=SamplingParams(temperature=0.0))
+            house.run(before=lambda plan, rows=rows: rows.extend(plan.rows))  # type: ignore[misc]
+            computed = sum(row.stop - max(row.start, row.cached) for row in rows)
+            rebuilt = sum(max(0, min(row.stop, row.cached) - row.start) for row in rows)
+            assert computed <= len(text) - known + page_tokens
+            assert rebuilt <= min(span, known)
+    assert house.cache.evicted[PageKind.WINDOW] > 0
+    assert house.cache.rebuilt_tokens > 0
+    house.assert_empty()
