@@ -4,8 +4,10 @@
     python -m bench.cache_traces --traces conversation --output /tmp/cache
 
 Plays `bench/data/traces` through the server's own cache in the shape of MiMo-V2.5-Pro, once for each rule that is added
-to the ones before it, and writes a table (.md), a picture (.png) and all figures (.json). The whole takes about half an
-hour of one core, and as much memory as two workers need (3 GiB).
+to the ones before it, and writes a table (.md), a picture (.png) and all figures (.json). The whole takes about an hour
+of one core; figures of an earlier run stay in the table until they are measured anew, so it may be done in parts:
+
+    python -m bench.cache_traces --traces agentic --budgets-gb 256 --rules one-pool ours
 """
 
 from __future__ import annotations
@@ -40,18 +42,24 @@ FILES = {
 }
 BUDGETS_GB = {"agentic": (128, 256, 512, 1024), "conversation": (256, 512, 1024), "synthetic": (256, 512, 1024)}
 
-ONE_POOL, FORESIGHT, NO_END = "one pool for all layers, LRU", "an eviction that knows the future", "a cache without end"
-OURS = "+ who comes back, and when (ours)"
+ONE_POOL, FORESIGHT, NO_END, OURS = "one-pool", "foresight", "no-end", "ours"
 POLICIES = {
-    "two kinds of page, windows kept at prompt ends, LRU": CachePolicy(
-        rebuild=False, branches=False, spacing_tokens=0, knows_reuse=False
-    ),
-    "+ at branch points, and every 16 K tokens": CachePolicy(rebuild=False, spacing_tokens=16_384, knows_reuse=False),
-    "the same, every 1 K tokens": CachePolicy(rebuild=False, spacing_tokens=1_024, knows_reuse=False),
-    "prompt ends, branch points, lost windows rebuilt": CachePolicy(knows_reuse=False),
+    "tails": CachePolicy(rebuild=False, branches=False, spacing_tokens=0, knows_reuse=False),
+    "spaced-16k": CachePolicy(rebuild=False, spacing_tokens=16_384, knows_reuse=False),
+    "spaced-1k": CachePolicy(rebuild=False, spacing_tokens=1_024, knows_reuse=False),
+    "rebuilt": CachePolicy(knows_reuse=False),
     OURS: CachePolicy(),
 }
-RULES = (ONE_POOL, *POLICIES, FORESIGHT, NO_END)
+RULES = {
+    ONE_POOL: "one pool for all layers, LRU",
+    "tails": "two kinds of page, windows kept at prompt ends, LRU",
+    "spaced-16k": "+ windows at branch points, and every 16 K tokens",
+    "spaced-1k": "the same, every 1 K tokens",
+    "rebuilt": "prompt ends, branch points, lost windows rebuilt, LRU",
+    OURS: "+ who comes back, and when (ours)",
+    FORESIGHT: "an eviction that knows the future",
+    NO_END: "a cache without end",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,13 +113,13 @@ def table(figures: Sequence[Figure]) -> str:
     found = {(figure.trace, figure.budget_gb, figure.rule): figure for figure in figures}
     lines = ["| hit rate in % (loss in points) | " + " | ".join(f"{trace} {gb:g} GB" for trace, gb in columns) + " |"]
     lines.append("|---|" + "---|" * len(columns))
-    for rule in RULES:
+    for rule, name in RULES.items():
         cells = []
         for column in columns:
             figure = found.get((*column, rule))
             loss = f" ({100 * figure.loss:.1f})" if figure is not None and figure.loss is not None else ""
             cells.append(f"{100 * figure.hit_rate:.1f}{loss}" if figure is not None else "-")
-        lines.append(f"| {rule} | " + " | ".join(cells) + " |")
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
@@ -129,7 +137,9 @@ def draw(figures: Sequence[Figure], path: Path) -> None:
             points = sorted((f.budget_gb, 100 * f.hit_rate) for f in figures if f.trace == trace and f.rule == rule)
             style = {FORESIGHT: "--", NO_END: ":"}.get(rule, "o-")
             width = 2.5 if rule == OURS else 1.2
-            axes.plot([gb for gb, _ in points], [rate for _, rate in points], style, color=colour, lw=width, label=rule)
+            axes.plot(
+                [gb for gb, _ in points], [rate for _, rate in points], style, color=colour, lw=width, label=RULES[rule]
+            )
         budgets = sorted({figure.budget_gb for figure in figures if figure.trace == trace})
         axes.set(xscale="log", xlabel="memory for KV, GB", title=trace)
         axes.set_xticks(budgets, [f"{gb:g}" for gb in budgets])
@@ -145,20 +155,29 @@ def draw(figures: Sequence[Figure], path: Path) -> None:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--traces", nargs="+", choices=FILES, default=list(FILES))
-    parser.add_argument("--rules", nargs="+", choices=RULES, default=list(RULES), metavar="RULE", help="; ".join(RULES))
+    parser.add_argument("--budgets-gb", type=float, nargs="+", metavar="N", help="only these of each trace's budgets")
+    parser.add_argument("--rules", nargs="+", choices=RULES, default=list(RULES), metavar="RULE", help=", ".join(RULES))
     parser.add_argument("--workers", type=int, default=1, help="processes (default %(default)s)")
     parser.add_argument(
         "--output", type=Path, default=HERE / "results" / "cache" / "traces", help="path without suffix (%(default)s)"
     )
     options = parser.parse_args(arguments)
-    wanted = [(name, gb, rule) for name in options.traces for gb in BUDGETS_GB[name] for rule in options.rules]
-    figures: list[Figure] = []
+    wanted = [
+        (name, gb, rule)
+        for name in options.traces
+        for gb in BUDGETS_GB[name]
+        for rule in options.rules
+        if not options.budgets_gb or gb in options.budgets_gb
+    ]
+    known = {(each.trace, each.budget_gb, each.rule): each for each in _earlier(options.output.with_suffix(".json"))}
     with ProcessPoolExecutor(options.workers) as pool, tqdm(total=len(wanted), unit="replay") as bar:
         waiting: list[Future[Figure]] = [pool.submit(measure, *each) for each in wanted]
         for done in as_completed(waiting):
-            figures.append(done.result())
+            figure = done.result()
+            known[figure.trace, figure.budget_gb, figure.rule] = figure
             bar.update()
-    figures.sort(key=lambda figure: (figure.trace, figure.budget_gb, RULES.index(figure.rule)))
+    order = list(RULES)
+    figures = sorted(known.values(), key=lambda each: (each.trace, each.budget_gb, order.index(each.rule)))
     report: dict[str, Any] = {
         "model": MODEL.name,
         "chunk_tokens": CHUNK_TOKENS,
@@ -169,6 +188,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options.output.with_suffix(".md").write_text(_page(figures), encoding="utf-8")
     draw(figures, options.output.with_suffix(".png"))
     print(table(figures))
+
+
+def _earlier(path: Path) -> list[Figure]:
+    if not path.exists():
+        return []
+    return [Figure(**each) for each in json.loads(path.read_text(encoding="utf-8"))["figures"]]
 
 
 def _page(figures: Sequence[Figure]) -> str:
