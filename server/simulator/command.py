@@ -32,6 +32,17 @@ request holds its pages while it runs; the hit rate is the share of all prompt t
 the work of rebuilt windows taken off.
 """
 EXAMPLES = """\
+A trace's first line is "# block_size=N", the second names the columns, then a row is a request:
+  t_s,session,kind,src,lcp,n,input,output,api_s,think_s[,stop]
+Its prompt is n whole blocks; the first lcp of them are those of row src (from 0; -1: none). api_s is how long it ran.
+
+What is printed, and its name with --json:
+  hit rate (hit_rate)               prompt tokens not computed; the work of rebuilt windows counts as computed
+  resumed (resumed_rate)            the same with rebuilds for nothing
+  equal tokens (token_equal_rate)   what a match of tokens alone would have found in this cache at that moment;
+                                    hit_rate below it is what windows cost (window_safe_loss)
+  partly filled slabs (stranded_share)   memory that neither kind of page can use, on average
+
 Examples:
   twinpane simulate agentic.lineage.csv.gz --budget-gb 256
   twinpane simulate chat.csv --budget-gb 64 --model-config ./my-model/config.json --json
@@ -53,6 +64,8 @@ class Setting:
 def simulate(arguments: Sequence[str]) -> int:
     """The command. Raises StartupError."""
     options = _parser().parse_args(arguments)
+    if options.plot:
+        _check_plot(options.plot)
     trace = read_trace(options.trace, options.limit)
     setting = Setting(
         trace=trace,
@@ -136,10 +149,8 @@ def _table(report: dict[str, Any]) -> str:
 
 
 def _draw(reports: Sequence[dict[str, Any]], setting: Setting, path: Path) -> None:
-    try:
-        import matplotlib
-    except ImportError:
-        raise StartupError("--plot needs matplotlib: pip install 'twinpane[plot]'") from None
+    import matplotlib
+
     matplotlib.use("agg")
     from matplotlib import pyplot
 
@@ -159,6 +170,19 @@ def _draw(reports: Sequence[dict[str, Any]], setting: Setting, path: Path) -> No
     axes.legend()
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
+
+
+def _check_plot(path: Path) -> None:
+    """Now, and not after minutes of work."""
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+    except ImportError:
+        raise StartupError("--plot needs matplotlib: pip install 'twinpane[plot]'") from None
+    formats = FigureCanvasAgg.get_supported_filetypes()
+    if path.suffix.removeprefix(".").lower() not in formats:
+        raise StartupError(f"--plot: the name of {path} must end in one of .{', .'.join(sorted(formats))}")
+    if not path.parent.is_dir():
+        raise StartupError(f"--plot: there is no folder {path.parent}")
 
 
 def page_tokens_of(trace: Trace, wanted: int | None = None) -> int:

@@ -146,6 +146,8 @@ def read_trace(path: Path, limit: int | None = None) -> Trace:
                     raise ValueError(f"t_s {request.arrival_s} is before that of the row above")
                 requests.append(request)
     except (EOFError, OSError, ValueError, zlib.error) as error:
+        if isinstance(error, OSError) and error.strerror:  # the file, and not what is in it
+            raise StartupError(f"trace {path}: {error.strerror}") from error
         raise StartupError(f"trace {path}, line {line}: {error}") from error
     return Trace(block_tokens=block_tokens, requests=requests, block_count=lineage.block_count)
 

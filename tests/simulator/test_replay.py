@@ -140,3 +140,21 @@ def test_mistakes_are_named(tmp_path: Path, changes: list[str], message: str) ->
     path = write_trace(tmp_path / "trace.csv", random_rows(3, 5))
     with pytest.raises(StartupError, match=message):
         simulate([str(path), "--budget-gb", "8", *changes])
+
+
+@pytest.mark.parametrize(
+    ("plot", "message"), [("no/such/folder/curve.png", "there is no folder"), ("curve.foo", r"must end in one of")]
+)
+def test_a_picture_that_cannot_be_drawn_is_refused_before_anything_is_played(
+    tmp_path: Path, plot: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_trace(tmp_path / "trace.csv", random_rows(3, 5))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(Replay, "run", lambda *_: pytest.fail("played"))
+    with pytest.raises(StartupError, match=message):
+        simulate([str(path), "--budget-gb", "8", "--plot", plot])
+
+
+def test_a_trace_that_is_not_there_is_said_to_be_missing(tmp_path: Path) -> None:
+    with pytest.raises(StartupError, match=r"nosuch.csv: No such file or directory$"):
+        simulate([str(tmp_path / "nosuch.csv"), "--budget-gb", "8"])
