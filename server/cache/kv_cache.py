@@ -32,7 +32,7 @@ class KeySource(Protocol):
 class Prefix:
     """What a sequence brings to be looked up and kept by. pages: whole pages of the prompt; resumable: how many of them
     may be skipped, so that a token is left to compute. marks: points, in pages, where somebody is known to come back
-    (the ends of turns and of the system text); the prompt's end is always one. kept_pages: how many pages may stay as
+    (the ends of turns and of the system text); `resumable` is always one. kept_pages: how many pages may stay as
     cache; all that are ever computed if None. turn: which of its conversation the prompt is, from 1; added_tokens: how
     many tokens it has beyond the turn before.
     """
@@ -342,12 +342,12 @@ class KVCache:
         """Where snapshots are to be taken."""
         if not self.layout.has_window:
             return []
-        marks = {*prefix.marks, branch, prefix.pages}
+        marks = {*prefix.marks, branch, prefix.resumable}
         if self._spacing_tokens:
             spacing = max(1, self._spacing_tokens // self.layout.page_tokens)
             marks.update(range(spacing, prefix.pages, spacing))
         first = resume.cached_tokens // self.layout.page_tokens
-        return sorted(mark for mark in marks if mark and first <= mark <= prefix.pages)
+        return sorted(mark for mark in marks if mark and first <= mark <= prefix.resumable)
 
     def reserve(self, sequence: SequenceId, stop: int, now_s: float = 0.0) -> Reservation:
         """Make sure that positions [0, stop) have full pages, and window pages where those are not yet released.
@@ -420,9 +420,10 @@ class KVCache:
         """Forget everything that nobody uses."""
         for snapshot in [snapshot for node in self._tree.nodes() for snapshot in node.snapshots.values()]:
             self._evict_snapshot(snapshot)
-        while leaves := [node for node in self._tree.nodes() if not node.children and not node.locks]:
-            for leaf in leaves:
-                self._evict_run(leaf, len(leaf.full), 0.0)
+        for node in reversed(list(self._tree.nodes())):  # children before their parents
+            if not node.children and not node.locks and node.full.size:
+                self._evict_run(node, len(node.full), 0.0)
+        self._queue.compact()
 
     # --- steps in flight ------------------------------------------------------------------------------------------
 
@@ -519,7 +520,7 @@ class KVCache:
             )
             for page in range(first, point)
         ]
-        at_end = point == row.prefix.pages
+        at_end = point == row.prefix.resumable
         holder = self._tree.cut(row.tip, point) if not at_end else row.tip
         reuse = (
             tip(row.prefix.turn, Ending.UNKNOWN, row.prefix.added_tokens) if at_end else crossing(max(1, holder.uses))
@@ -537,7 +538,8 @@ class KVCache:
         for node in row.tip.path():
             node.last_used_s = now_s
         row.tip.reuse, row.tip.returned_s = tip(row.prefix.turn, ending, row.prefix.added_tokens), now_s
-        end = self._tree.snapshot_at(row.tip, row.prefix.pages) if row.cached >= row.prefix.pages else None
+        point = row.prefix.resumable
+        end = self._tree.snapshot_at(row.tip, point) if row.cached >= point else None
         if end is not None and not end.node.children:
             end.last_used_s, end.reuse = now_s, row.tip.reuse
             self._offer_snapshot(end)
@@ -608,7 +610,10 @@ class KVCache:
             self._offer_leaf(leaf)
         else:
             self._queue.withdraw(leaf)
-            if not parent.is_root and not parent.children and not parent.locks:
+            merged = self._tree.merge(parent)
+            if merged is not None and merged.queued is not None:
+                self._offer_leaf(merged)
+            elif not parent.is_root and not parent.children and not parent.locks:
                 self._offer_leaf(parent)
 
     def _offer_leaf(self, node: Node) -> None:

@@ -76,6 +76,15 @@ class Node:
     def __repr__(self) -> str:
         return f"<Node [{self.first}, {self.stop}) {len(self.children)} children, {self.locks} locks>"
 
+    def keep(self, pages: slice) -> None:
+        """Forget the others. Copies: a view would hold the memory of the whole run."""
+        self.keys, self.full = self.keys[pages].copy(), self.full[pages].copy()
+        self.window, self.pins, self.inexact = (
+            self.window[pages].copy(),
+            self.pins[pages].copy(),
+            self.inexact[pages].copy(),
+        )
+
     @property
     def stop(self) -> int:
         return self.first + len(self.full)
@@ -213,14 +222,14 @@ class PrefixTree:
             return node
         parent, at = node.parent, stop - node.first
         assert parent is not None and at > 0
-        upper = Node(parent, node.first, node.keys[:at], node.full[:at])
-        upper.window, upper.pins, upper.inexact = node.window[:at], node.pins[:at], node.inexact[:at]
+        upper = Node(parent, node.first, node.keys, node.full)
+        upper.window, upper.pins, upper.inexact = node.window, node.pins, node.inexact
+        upper.keep(slice(0, at))
         self._own(PageKind.FULL, upper.full, upper)
         self._own(PageKind.WINDOW, upper.window[upper.window != NO_PAGE], upper)
         upper.locks, upper.last_used_s, upper.reuse = node.locks, node.last_used_s, node.reuse
         parent.children[upper.keys[0].tobytes()] = upper
-        node.keys, node.full = node.keys[at:], node.full[at:]
-        node.window, node.pins, node.inexact = node.window[at:], node.pins[at:], node.inexact[at:]
+        node.keep(slice(at, None))
         node.first, node.parent = stop, upper
         upper.children[node.keys[0].tobytes()] = node
         for point in [point for point in node.snapshots if point <= stop]:
@@ -323,9 +332,31 @@ class PrefixTree:
             assert leaf.parent is not None
             del leaf.parent.children[leaf.keys[0].tobytes()]
             self._forget_root(leaf.parent)
-        leaf.keys, leaf.full = leaf.keys[:keep], leaf.full[:keep]
-        leaf.window, leaf.pins, leaf.inexact = leaf.window[:keep], leaf.pins[:keep], leaf.inexact[:keep]
+        leaf.keep(slice(0, keep))
         return Freed(full=full, window=window, snapshots=snapshots)
+
+    def merge(self, node: Node) -> Node | None:
+        """Make one node of this and its only child, where nobody's path ends between them and they are not too long.
+        Returns the child, which has the pages of both then; None if they stay two."""
+        if node.is_root or len(node.children) != 1:
+            return None
+        (child,) = node.children.values()
+        if child.locks != node.locks or len(node.full) + len(child.full) > NODE_PAGES:
+            return None
+        assert node.parent is not None
+        child.keys = np.concatenate((node.keys, child.keys))
+        child.full = np.concatenate((node.full, child.full))
+        child.window = np.concatenate((node.window, child.window))
+        child.pins = np.concatenate((node.pins, child.pins))
+        child.inexact = np.concatenate((node.inexact, child.inexact))
+        child.first, child.parent = node.first, node.parent
+        node.parent.children[child.keys[0].tobytes()] = child
+        self._own(PageKind.FULL, node.full, child)
+        self._own(PageKind.WINDOW, node.window[node.window != NO_PAGE], child)
+        for point, snapshot in node.snapshots.items():
+            snapshot.node = child
+            child.snapshots[point] = snapshot
+        return child
 
     def replace_page(self, kind: PageKind, source: PageId, target: PageId) -> int | None:
         """A page was moved, and may be one of ours: then returns which of its path it is."""

@@ -22,6 +22,7 @@ from server.step import PageKind
 
 DEFAULT_PRESET = "mimo-v2.5-pro"
 BYTES_PER_GB = 1e9
+MOST_GB = 100_000
 MOST_PAGE_TOKENS = 128
 CURVE = (0.25, 0.5, 1.0, 2.0, 4.0)
 """Budgets of a plot, as multiples of the one that is asked for."""
@@ -230,12 +231,12 @@ def _positive(text: str) -> float:
         value = float(text)
     except ValueError:
         value = 0.0
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+    if not 0 < value <= MOST_GB:
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a number above 0 and at most {MOST_GB:,}")
     return value
 
 
 def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1")
+    if not text.isdecimal() or len(text) > 12 or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a number from 1")
     return int(text)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from server.rebuild import RebuildShape, shape_of
 
 ITEM_BYTES = 2
 """K/V in 16 bits."""
+MOST_MTP_LAYERS = 64
 MIMO_MTP_LAYERS = 3
 """Of the released checkpoints, whose configs do not tell."""
 
@@ -80,21 +82,25 @@ def shape_named(wanted: str) -> CacheShape:
     """A preset, or what a config.json says. Raises StartupError."""
     if wanted in PRESETS:
         return PRESETS[wanted]
-    path = Path(wanted).expanduser()
-    if path.is_dir():
+    path = Path(os.path.expanduser(wanted))  # which leaves the home of nobody as it is
+    if os.path.isdir(path):
         path /= "config.json"
-    if not path.is_file():
+    if not os.path.isfile(path):  # False for what cannot be a name, too
         close = difflib.get_close_matches(wanted, PRESETS, n=1)
         hint = f"; did you mean {close[0]}?" if close else ""
-        raise StartupError(f"--model-config: {wanted!r} is no file and no preset ({', '.join(PRESETS)}){hint}")
+        raise StartupError(f"--model-config: {wanted[:200]!r} is no file and no preset ({', '.join(PRESETS)}){hint}")
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise StartupError(f"--model-config: {path} cannot be read: {error}") from None
     if not isinstance(config, dict):
         raise StartupError(f"--model-config: {path} holds no JSON object")
     released = MIMO_MTP_LAYERS if str(config.get("model_type", "")).startswith("mimo_v2") else 0
-    mtp_layers = int(config.get("num_nextn_predict_layers") or released)
+    mtp_layers = config.get("num_nextn_predict_layers") or released
+    if type(mtp_layers) is not int or not 0 <= mtp_layers <= MOST_MTP_LAYERS:
+        raise StartupError(
+            f"--model-config: {path}: num_nextn_predict_layers is no number of layers from 0 to {MOST_MTP_LAYERS}"
+        )
     spec = spec_from_config(config, mtp_layers=mtp_layers)
     return CacheShape(
         name=path.parent.name or path.name,

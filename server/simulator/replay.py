@@ -130,7 +130,7 @@ class Replay:
             return pages[first:stop]
 
         turn, added_tokens = self._turn(request)
-        resumable = min(len(pages), (request.input_tokens - 1) // self._cache.layout.page_tokens)
+        resumable = max(0, min(len(pages), (request.input_tokens - 1) // self._cache.layout.page_tokens))
         return Prefix(
             keys=keys,
             pages=len(pages),

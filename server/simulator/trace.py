@@ -19,6 +19,9 @@ from server.errors import StartupError
 Blocks = NDArray[np.int64]
 """Block ids of a path, root first. A path holds each id once, and an id has the same parent in every path."""
 
+MOST_TOKENS = 100_000_000
+"""Of a prompt or an answer; a path's blocks are held in memory while it is played."""
+
 _COLUMNS = ("t_s", "session", "kind", "src", "lcp", "n", "input", "output", "api_s", "think_s")
 
 
@@ -159,7 +162,7 @@ def _open(path: Path) -> TextIO:
 
 
 def _block_tokens(line: str) -> int:
-    found = re.match(r"# block_size=([1-9]\d*)\s", line)
+    found = re.match(r"# block_size=([1-9]\d{0,8})\s", line)
     if found is None:
         raise ValueError("expected '# block_size=N', N a number of tokens")
     return int(found[1])
@@ -215,9 +218,9 @@ def _count(fields: Mapping[str, str], name: str, least: int = 0) -> int:
     try:
         count = int(fields[name])
     except ValueError:
-        raise ValueError(f"{name} {fields[name]!r} is not a whole number") from None
-    if count < least:
-        raise ValueError(f"{name} {count} is less than {least}")
+        raise ValueError(f"{name} {fields[name][:40]!r} is not a whole number") from None
+    if not least <= count <= MOST_TOKENS:
+        raise ValueError(f"{name} {count} is not between {least} and {MOST_TOKENS:,}")
     return count
 
 

@@ -68,6 +68,7 @@ def test_random_lives_equal_the_plain_definition(width: int, snapshot_pages: int
     tree, model = PrefixTree(snapshot_pages), Model(snapshot_pages)
     fresh = (PageId(number) for number in itertools.count())
     held: list[tuple[object, Path]] = []
+    merges = 0
     for _ in range(400):
         namespace = rng.choice([None, "salt"])
         action = rng.random()
@@ -132,6 +133,7 @@ def test_random_lives_equal_the_plain_definition(width: int, snapshot_pages: int
             assert len(freed.snapshots) == len(model.safe & lost)
             model.safe -= lost
             assert sorted(freed.window) == model.forget_windows()
+            merges += leaf.parent is not None and tree.merge(leaf.parent) is not None
         tree.check()
         assert tree.pages == {PageKind.FULL: len(model.full), PageKind.WINDOW: len(model.windows)}
     for _, path in held:
@@ -139,6 +141,38 @@ def test_random_lives_equal_the_plain_definition(width: int, snapshot_pages: int
     while leaves := [node for node in tree.nodes() if not node.children]:
         tree.trim(leaves[0], NODE_PAGES)
     assert not tree._roots and not any(tree.pages.values())
+    assert merges > 0
+
+
+def test_what_is_left_of_a_branch_becomes_one_run_again() -> None:
+    """But not where a path ends between, or beyond the length of a node."""
+    tree = PrefixTree(1)
+    root = tree.root()
+    stem = tree.extend(root, column(0, 10), pages(0, 10), may_grow=False)[0]
+    one = tree.extend(tree.cut(stem, 6), column(100, 4), pages(100, 4), may_grow=False)[0]
+    other = stem
+    upper = other.parent
+    assert upper is not None and upper.stop == 6
+    tree.take_snapshot(upper, 6, [WindowPage(PageId(7))], 0.0, Reuse())
+    tree.trim(one, 4)
+    tree.lock(upper)
+    assert tree.merge(upper) is None
+    tree.lock(upper, -1)
+    assert tree.merge(upper) is other and (other.first, other.stop) == (0, 10)
+    assert tree.full_pages(other, 0, 10).tolist() == list(range(10))
+    assert tree.snapshot_at(other, 6) is not None
+    tree.check()
+    long = tree.extend(other, column(200, NODE_PAGES), pages(200, NODE_PAGES), may_grow=False)[0]
+    assert long.parent is other and tree.merge(other) is None
+    tree.check()
+
+
+def column(first: int, count: int) -> Keys:
+    return np.arange(first, first + count, dtype=np.int64).reshape(-1, 1)
+
+
+def pages(first: int, count: int) -> list[PageId]:
+    return [PageId(page) for page in range(first, first + count)]
 
 
 def _span(prefix: Prefix, snapshot_pages: int) -> range:

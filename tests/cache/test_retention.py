@@ -10,7 +10,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from server.cache.eviction import EvictionQueue
+from server.cache.eviction import SPARE_ENTRIES, EvictionQueue
 from server.cache.retention import (
     AGES_S,
     USE_STEPS,
@@ -169,6 +169,20 @@ def test_the_queue_gives_what_a_look_at_everything_would(seed: int) -> None:
         worth = {name: rate(now - used, things[name].reuse) * density for name, (used, density) in queued.items()}
         assert isinstance(worst, Thing)
         assert worth[worst.name] == pytest.approx(min(worth.values()))
+
+
+def test_the_queue_holds_no_more_than_what_is_queued_and_some() -> None:
+    """However often the same few are offered, and when they are gone for good, too."""
+    queue = EvictionQueue(ReturnHistory().rate)
+    things = [Thing(n, crossing(1 + n % 3)) for n in range(50)]
+    for number in range(20_000):
+        thing = things[number % 50]
+        queue.offer(thing, last_used_s=float(number), density=1.0 + number % 7, reuse=thing.reuse)
+        assert len(queue) <= 2 * 50 + SPARE_ENTRIES + 1
+    for thing in things:
+        queue.withdraw(thing)
+    queue.compact()
+    assert len(queue) == 0 and queue.worst(1e6) is None
 
 
 # --- learning -----------------------------------------------------------------------------------------------------

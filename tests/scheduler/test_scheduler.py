@@ -244,6 +244,19 @@ def test_a_prompt_that_goes_on_is_computed_from_where_it_differs(pipeline: dict[
     house.assert_empty()
 
 
+def test_a_prompt_of_whole_pages_that_comes_again_needs_no_rebuild() -> None:
+    """One token is left to compute, so it is resumed a page before its end: that is where its window is kept."""
+    cut = layout(slabs=30, page_tokens=4, window_tokens=7)
+    shape = shape_of([False, True], window_tokens=7, mtp_layers=0)
+    house = FakeHouse(cut, prefix_caching=True, rebuild=shape)
+    for name in ("first", "again"):
+        house.submit(name, tuple(range(28)), outputs=2)
+        house.run()
+    assert [facts.cached_tokens for facts in house.ended.values()] == [0, 24]
+    assert house.cache.rebuilt_tokens == 0
+    house.assert_empty()
+
+
 def test_the_windows_of_turns_are_kept_where_conversations_part(pipeline: dict[str, Any]) -> None:
     """The system text ends at 21 and the last question begins at 40: whoever shares either resumes there."""
     house = FakeHouse(layout(slabs=60, page_tokens=4, window_tokens=7), **pipeline, prefix_caching=True)

@@ -89,6 +89,11 @@ def test_without_snapshots_on_the_way_a_branch_is_resumed_at_the_last_prompts_en
     assert rebuilt.rebuilds == 1
 
 
+def test_a_request_without_a_prompt_is_a_request(tmp_path: Path) -> None:
+    _, result = play(read_trace(write_trace(tmp_path / "trace.csv", [(0, -1, 0, 0, 0, 3, 1)])), 10)
+    assert (result.requests, result.prompt_tokens, result.hit_rate) == (1, 0, 0.0)
+
+
 def test_what_runs_is_held_and_what_finds_no_room_waits_for_it(tmp_path: Path) -> None:
     rows: list[Row] = [(n * 0.1, -1, 0, 100, 12_801, 1, 50) for n in range(5)]  # 0.66 GB each, two fit at once
     trace = read_trace(write_trace(tmp_path / "trace.csv", rows))
@@ -133,6 +138,8 @@ def test_a_config_is_as_good_as_a_preset(tmp_path: Path) -> None:
     [
         (["--model-config", "mimo-v2.5-por"], "did you mean mimo-v2.5-pro"),
         (["--budget-gb", "0.001"], "at least"),
+        (["--model-config", "~nobody/at/all"], "is no file and no preset"),
+        (["--model-config", "x" * 5_000], "is no file and no preset"),
         (["--page-tokens", "100"], "does not divide"),
     ],
 )
@@ -158,3 +165,29 @@ def test_a_picture_that_cannot_be_drawn_is_refused_before_anything_is_played(
 def test_a_trace_that_is_not_there_is_said_to_be_missing(tmp_path: Path) -> None:
     with pytest.raises(StartupError, match=r"nosuch.csv: No such file or directory$"):
         simulate([str(tmp_path / "nosuch.csv"), "--budget-gb", "8"])
+
+
+@pytest.mark.parametrize("budget", ["1e308", "100001", "0", "-1", "nan", "many"])
+def test_budgets_beyond_any_machine_are_refused(
+    budget: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_trace(tmp_path / "trace.csv", random_rows(3, 5))
+    with pytest.raises(SystemExit, match="2"):
+        simulate([str(path), "--budget-gb", budget])
+    assert "is not a number above 0 and at most 100,000" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("layers", ['"x"', "[1]", "Infinity", "-3", "1000000000", "true", "2.5"])
+def test_mtp_layers_that_are_no_number_are_refused(layers: str, tmp_path: Path) -> None:
+    config = json.dumps(tiny_config(1344) | {"num_nextn_predict_layers": 0}).replace(
+        '"num_nextn_predict_layers": 0', f'"num_nextn_predict_layers": {layers}'
+    )
+    (tmp_path / "config.json").write_text(config, encoding="utf-8")
+    with pytest.raises(StartupError, match="num_nextn_predict_layers is no number of layers"):
+        shape_named(str(tmp_path))
+
+
+def test_a_config_nested_without_end_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("[" * 100_000, encoding="utf-8")
+    with pytest.raises(StartupError, match="cannot be read"):
+        shape_named(str(tmp_path))
