@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from server.model.source import OWN_MODELS
 from server.model.spec import ModelSpec
 from server.model.weights import Weights
 from server.request import RequestId, SamplingParams
@@ -40,6 +41,7 @@ MODELS: dict[str, Callable[[Path], Model]] = {
     "gpt_oss": from_oracle(gpt_oss),
     "mimo": lambda folder: load_mimo(folder, window=16),
     "llama": from_oracle(llama),
+    "tiny": lambda _: load_folder(OWN_MODELS["tiny"]),
 }
 
 
@@ -133,7 +135,7 @@ def test_in_little_memory_what_is_evicted_is_computed_again(model: Model, page_t
     talks.cached.assert_empty()
 
 
-@pytest.mark.parametrize("family", ["gemma3", "gpt_oss", "mimo"])
+@pytest.mark.parametrize("family", ["gemma3", "gpt_oss", "mimo", "tiny"])
 def test_chats_that_take_turns_are_never_computed_again_where_only_windows_are_lost(
     family: str, tmp_path: Path
 ) -> None:
