@@ -40,7 +40,7 @@ FILES = {
     "conversation": "mooncake_conversation.lineage.csv.gz",
     "synthetic": "mooncake_synthetic.lineage.csv.gz",
 }
-BUDGETS_GB = {"agentic": (128, 256, 512, 1024), "conversation": (256, 512, 1024), "synthetic": (256, 512, 1024)}
+BUDGETS_GB = {"agentic": (128, 256, 1024), "conversation": (256, 512, 1024), "synthetic": (256, 512, 1024)}
 
 ONE_POOL, FORESIGHT, NO_END, OURS = "one-pool", "foresight", "no-end", "ours"
 POLICIES = {
