@@ -18,7 +18,7 @@ import sys
 import time
 import urllib.request
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -269,38 +269,55 @@ def main(argv: Sequence[str] | None = None) -> int:
         for name in options.models
         for peer in MODELS[name].peers
     ]
-    seen: list[Seen] = []
-    turns: list[TurnSeen] = []
-    missing: list[str] = []
+    found = Found(rounds=options.rounds, threads=options.threads)
     with tqdm(total=len(runs) + len(options.models), unit="server") as bar:
         for number, name, peer in runs:
             try:
-                seen += first_tokens(name, weights[name], peer_of(peer, name), number, options.threads, options.cache)
+                found.seen += first_tokens(
+                    name, weights[name], peer_of(peer, name), number, options.threads, options.cache
+                )
             except CouldNotRun as error:
-                missing.append(f"{name}, {peer}: {error}")
+                found.missing.append(f"{name}, {peer}: {error}")
+            found.write(options.output)
             bar.update()
         for name in options.models:
             if MODELS[name].chats_bytes is not None:
-                turns += chats(name, weights[name], options.threads, options.cache)
+                found.turns += chats(name, weights[name], options.threads, options.cache)
+                found.write(options.output)
             bar.update()
-    page = "\n".join(
-        [
+    print(found.page())
+    return 0
+
+
+@dataclass(slots=True, kw_only=True)
+class Found:
+    """Everything so far, written after each server, so that a run that is interrupted has not been for nothing."""
+
+    rounds: int
+    threads: int
+    seen: list[Seen] = field(default_factory=list)
+    turns: list[TurnSeen] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+
+    def write(self, output: Path) -> None:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        output.with_suffix(".md").write_text(self.page(), encoding="utf-8")
+        report = {"first_tokens": [asdict(each) for each in self.seen], "turns": [asdict(each) for each in self.turns]}
+        output.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+
+    def page(self) -> str:
+        rounds = len({each.round for each in self.seen})
+        lines = [
             "# What the prefix cache saves on a server",
             "",
-            f"{cpu_model()}, {options.threads} threads, medians of {options.rounds} rounds. "
+            f"{cpu_model()}, {self.threads} threads, medians of {rounds} of {self.rounds} rounds. "
             "`python -m bench.cache_hits`; its help says what the columns are.",
             "",
-            table(seen, turns),
-            *(f"\nMissing: {each}" for each in missing),
+            table(self.seen, self.turns),
+            *(f"\nMissing: {each}" for each in self.missing),
             "",
         ]
-    )
-    options.output.parent.mkdir(parents=True, exist_ok=True)
-    options.output.with_suffix(".md").write_text(page, encoding="utf-8")
-    report = {"first_tokens": [asdict(each) for each in seen], "turns": [asdict(each) for each in turns]}
-    options.output.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    print(page)
-    return 0
+        return "\n".join(lines)
 
 
 if __name__ == "__main__":
