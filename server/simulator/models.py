@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +10,7 @@ from pathlib import Path
 from server.config import KVLayout
 from server.errors import StartupError
 from server.model.families import spec_from_config
+from server.model.json_file import read_json_object
 from server.model.kv_layout import choose_slab_bytes
 from server.rebuild import RebuildShape, shape_of
 
@@ -89,12 +89,7 @@ def shape_named(wanted: str) -> CacheShape:
         close = difflib.get_close_matches(wanted, PRESETS, n=1)
         hint = f"; did you mean {close[0]}?" if close else ""
         raise StartupError(f"--model-config: {wanted[:200]!r} is no file and no preset ({', '.join(PRESETS)}){hint}")
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise StartupError(f"--model-config: {path} cannot be read: {error}") from None
-    if not isinstance(config, dict):
-        raise StartupError(f"--model-config: {path} holds no JSON object")
+    config = read_json_object(path)
     released = MIMO_MTP_LAYERS if str(config.get("model_type", "")).startswith("mimo_v2") else 0
     mtp_layers = config.get("num_nextn_predict_layers") or released
     if type(mtp_layers) is not int or not 0 <= mtp_layers <= MOST_MTP_LAYERS:
