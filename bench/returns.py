@@ -31,9 +31,7 @@ def turns(trace: Trace) -> list[int]:
     """Which turn of its conversation each request is: one more than the request whose whole prompt it goes on from."""
     found: list[int] = []
     for request in trace.requests:
-        source = request.source
-        goes_on = source >= 0 and request.shared_blocks == trace.requests[source].path_blocks > 0
-        found.append(found[source] + 1 if goes_on else 1)
+        found.append(found[request.source] + 1 if trace.goes_on(request) else 1)
     return found
 
 
@@ -42,7 +40,7 @@ def prompt_ends(trace: Trace) -> dict[Hashable, list[float | None]]:
     first: dict[int, float] = {}
     for request in trace.requests:
         source = request.source
-        if source >= 0 and request.shared_blocks == trace.requests[source].path_blocks:
+        if trace.goes_on(request):
             ended_s = trace.requests[source].arrival_s + trace.requests[source].held_s
             first.setdefault(source, max(0.0, request.arrival_s - ended_s))
     last_s = trace.requests[-1].arrival_s

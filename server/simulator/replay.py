@@ -116,10 +116,8 @@ class Replay:
     def _turn(self, request: Request) -> tuple[int, int]:
         """Which turn it is, and how many tokens it adds: a server counts the turns in the prompt; here it goes on from
         the prompt whose blocks it has all of."""
-        source, shared = request.source, request.shared_blocks
-        goes_on = source >= 0 and shared > 0 and shared == self._trace.requests[source].path_blocks
-        self._turns.append(self._turns[source] + 1 if goes_on else 1)
-        return self._turns[-1], request.input_tokens - shared * self._trace.block_tokens
+        self._turns.append(self._turns[request.source] + 1 if self._trace.goes_on(request) else 1)
+        return self._turns[-1], request.input_tokens - request.shared_blocks * self._trace.block_tokens
 
     def _prefix(self, request: Request) -> Prefix:
         blocks = request.blocks

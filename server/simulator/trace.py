@@ -125,6 +125,11 @@ class Trace:
     requests: list[Request]
     block_count: int
 
+    def goes_on(self, request: Request) -> bool:
+        """Whether its prompt holds all blocks of its source's: the next turn of that conversation."""
+        shared = request.shared_blocks
+        return request.source >= 0 and 0 < shared == self.requests[request.source].path_blocks
+
 
 def read_trace(path: Path, limit: int | None = None) -> Trace:
     """Read a lineage trace, `.csv` or `.csv.gz`, or its first `limit` requests.
