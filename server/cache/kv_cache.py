@@ -7,11 +7,14 @@ from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import numpy as np
+
 from server.cache.eviction import EvictionQueue, Rate
 from server.cache.prefix_tree import NO_PAGE, Keys, Node, PrefixTree, Snapshot, WindowPage
 from server.cache.retention import Ending, Prices, Reuse, crossing, tip
 from server.cache.return_history import ReturnHistory
 from server.cache.slabs import SlabAllocator
+from server.cache.waiting_index import WaitingIndex
 from server.config import KVLayout
 from server.rebuild import RebuildShape
 from server.step import PageId, PageKind, PageMove, SequenceId, SlotId, StepId, TableWrite
@@ -172,6 +175,12 @@ class KVCache:
         self._spacing_tokens = self._prices.spacing_tokens if given is None else given
         self._slabs = SlabAllocator(layout)
         self._tree = PrefixTree(snapshot_pages)
+        span_tokens = self._prices.rebuild.span_tokens
+        forever = layout.has_window and not span_tokens
+        self.waiting: WaitingIndex[SequenceId] = WaitingIndex(
+            self._tree, self._saved_tokens, None if forever else self.pages_for(span_tokens)
+        )
+        """Who waits to be opened, by what would be saved for each; see `expect`."""
         self._history = ReturnHistory()
         self._queue = EvictionQueue(self._history.rate if self._policy.knows_reuse else _recency)
         self._rows: dict[SequenceId, _Row] = {}
@@ -268,6 +277,27 @@ class KVCache:
         """Logical page -> page id of what a sequence holds."""
         row = self._rows[sequence]
         return dict(enumerate(row.pages(kind), start=row.first(kind)))
+
+    # --- who waits ------------------------------------------------------------------------------------------------
+
+    def expect(self, sequence: SequenceId, base: float, prefix: Prefix | None, queue: Hashable = None) -> None:
+        """A sequence waits in a queue, to be opened with this prefix; its key is `base` less what is saved for it."""
+        if prefix is None:
+            self.waiting.add(sequence, base, _NO_KEYS, queue=queue)
+        else:
+            keys = prefix.keys(0, min(prefix.pages, prefix.resumable))
+            self.waiting.add(sequence, base, keys, namespace=prefix.namespace, queue=queue)
+
+    def _saved_tokens(self, node: Node, point: int) -> float:
+        """What need not be computed if a path is resumed after so many pages; see Resume."""
+        tokens = point * self.layout.page_tokens
+        if not point or not self.layout.has_window:
+            return tokens
+        safe = self._tree.deepest_snapshot(node, point)
+        safe_tokens = safe.point * self.layout.page_tokens if safe is not None else 0
+        if self._prices.rebuild is NO_REBUILD:
+            return safe_tokens
+        return tokens - self._prices.rebuild.work_tokens(tokens - safe_tokens)
 
     # --- the life of a sequence -----------------------------------------------------------------------------------
 
@@ -685,6 +715,7 @@ class KVCache:
         raise AssertionError("what fits when packed can be packed")
 
 
+_NO_KEYS: Keys = np.empty((0, 1), dtype=np.int64)
 NO_REBUILD = RebuildShape(is_window=(), window_tokens=0, has_mtp=False)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -144,6 +145,46 @@ class WindowPage:
     taken: bool = False
 
 
+class TreeWatch(Protocol):
+    """Is told of every change, when it is done."""
+
+    def extended(self, node: Node, point: int) -> None:
+        """Pages were added after `point` pages of a node's path, which had ended there."""
+
+    def cut(self, upper: Node, lower: Node) -> None:
+        """A node was split: `upper` is new and has its first pages."""
+
+    def merged(self, upper: Node, lower: Node) -> None:
+        """A node became the first part of its only child."""
+
+    def trimmed(self, node: Node) -> None:
+        """The last pages of a node went; all of them and the node with them, if it is empty now."""
+
+    def root_forgotten(self, node: Node) -> None:
+        """A root had no children left; it may come again as another node."""
+
+    def snapshot_changed(self, node: Node, point: int) -> None:
+        """A snapshot came or went after `point` pages of a node's path, of which the last lies in it."""
+
+
+class NobodyWatches:
+    """Is told in vain."""
+
+    def extended(self, node: Node, point: int) -> None:
+        pass
+
+    def cut(self, upper: Node, lower: Node) -> None:
+        pass
+
+    merged = cut
+
+    def trimmed(self, node: Node) -> None:
+        pass
+
+    root_forgotten = trimmed
+    snapshot_changed = extended
+
+
 class PrefixTree:
     """Owner: KVCache, on the event-loop thread. Knows page ids, and neither bytes nor time.
 
@@ -152,6 +193,7 @@ class PrefixTree:
 
     def __init__(self, snapshot_pages: int) -> None:
         self.snapshot_pages = snapshot_pages
+        self.watch: TreeWatch = NobodyWatches()
         self._roots: dict[Hashable, Node] = {}
         self.pages = {PageKind.FULL: 0, PageKind.WINDOW: 0}
         self.locked_pages = 0
@@ -175,9 +217,14 @@ class PrefixTree:
             node.namespace = namespace
         return node
 
-    def match(self, node: Node, keys: Keys) -> Match:
-        """Follow the keys of the pages after `node` as far as they are known."""
-        done = 0
+    def match(self, node: Node, keys: Keys, point: int | None = None) -> Match:
+        """Follow the keys of the pages after `node` as far as they are known; or after its path's first `point` pages,
+        of which the last lies in it."""
+        point = node.stop if point is None else point
+        at = point - node.first
+        done = common(node.keys[at : at + len(keys)], keys[: len(node.keys) - at]) if point < node.stop else 0
+        if point + done < node.stop:
+            return Match(node, point + done)
         while done < len(keys) and (child := node.children.get(keys[done].tobytes())) is not None:
             ahead = min(len(child.full), len(keys) - done)
             same = common(child.keys[:ahead], keys[done : done + ahead])
@@ -185,7 +232,7 @@ class PrefixTree:
             node = child
             if same < len(child.full):
                 break
-        return Match(node, (node.first + same) if done else node.stop)
+        return Match(node, point + done)
 
     def full_pages(self, node: Node, first: int, stop: int) -> NDArray[np.int64]:
         """Page ids of pages [first, stop) of a node's path; stop may lie inside the node."""
@@ -235,6 +282,7 @@ class PrefixTree:
         for point in [point for point in node.snapshots if point <= stop]:
             snapshot = upper.snapshots[point] = node.snapshots.pop(point)
             snapshot.node = upper
+        self.watch.cut(upper, node)
         return upper
 
     def extend(self, node: Node, keys: Keys, full: list[PageId], *, may_grow: bool) -> tuple[Node, int]:
@@ -248,6 +296,7 @@ class PrefixTree:
         if same:
             node = self.cut(known.node, known.pages)
         rest, pages = keys[same:], np.array(full[same:], dtype=np.int64)
+        above, point = node, node.stop
         self.pages[PageKind.FULL] += len(pages)
         grows = may_grow and not same and not node.is_root and not node.children
         while len(pages):
@@ -261,6 +310,8 @@ class PrefixTree:
                 node.children[rest[0].tobytes()] = child
                 node = child
             rest, pages, grows = rest[max(0, room) :], pages[max(0, room) :], False
+        if same < len(keys):
+            self.watch.extended(above, point)
         return node, same
 
     def lock(self, node: Node, amount: int = 1) -> None:
@@ -304,6 +355,7 @@ class PrefixTree:
             each.window[index], each.inexact[index] = brought.page, brought.inexact
             self._own(PageKind.WINDOW, each.window[index : index + 1], each)
             brought.taken = True
+        self.watch.snapshot_changed(holder, point)
         return given_up
 
     # --- shrinking ------------------------------------------------------------------------------------------------
@@ -318,6 +370,7 @@ class PrefixTree:
                 node.window[index] = NO_PAGE
         self.pages[PageKind.WINDOW] -= len(freed)
         del snapshot.node.snapshots[snapshot.point]
+        self.watch.snapshot_changed(snapshot.node, snapshot.point)
         return freed
 
     def trim(self, leaf: Node, pages: int) -> Freed:
@@ -328,11 +381,13 @@ class PrefixTree:
         window = [page for snapshot in snapshots for page in self.drop_snapshot(snapshot)]
         full = [PageId(page) for page in leaf.full[keep:].tolist()]
         self.pages[PageKind.FULL] -= len(full)
+        first_key = leaf.keys[0].tobytes()
+        leaf.keep(slice(0, keep))
+        self.watch.trimmed(leaf)
         if not keep:
             assert leaf.parent is not None
-            del leaf.parent.children[leaf.keys[0].tobytes()]
+            del leaf.parent.children[first_key]
             self._forget_root(leaf.parent)
-        leaf.keep(slice(0, keep))
         return Freed(full=full, window=window, snapshots=snapshots)
 
     def merge(self, node: Node) -> Node | None:
@@ -356,6 +411,7 @@ class PrefixTree:
         for point, snapshot in node.snapshots.items():
             snapshot.node = child
             child.snapshots[point] = snapshot
+        self.watch.merged(node, child)
         return child
 
     def replace_page(self, kind: PageKind, source: PageId, target: PageId) -> int | None:
@@ -410,6 +466,7 @@ class PrefixTree:
         """Namespaces may be as many as there are clients."""
         if node.is_root and not node.children and not node.locks:
             del self._roots[node.namespace]
+            self.watch.root_forgotten(node)
 
     def _holder(self, node: Node, stop: int) -> Node:
         """The node of the path that has page `stop` - 1."""

@@ -19,6 +19,17 @@ SCRATCH = ("scratch", ())
 """What a rebuild leaves outside the window: no query may count on it."""
 
 
+def layout_of(page_tokens: int, window_tokens: int, slabs: int) -> KVLayout:
+    return KVLayout(
+        page_tokens=page_tokens,
+        window_tokens=window_tokens,
+        full_page_bytes=3,
+        window_page_bytes=5 if window_tokens else 0,
+        slab_bytes=15,
+        slab_count=slabs,
+    )
+
+
 class Device:
     """Page tables and pages, of both kinds. A sequence that reads a wrong or missing value fails an assertion."""
 

@@ -10,25 +10,13 @@ import pytest
 
 from server.cache.kv_cache import CachePolicy, KVCache, Resume
 from server.cache.retention import Ending
-from server.config import KVLayout
 from server.rebuild import shape_of
 from server.step import PageKind, SequenceId, SlotId, StepId
-from tests.cache.memory import Device, prefix_of
+from tests.cache.memory import Device, layout_of, prefix_of
 
 SLOTS = 5
 ACTIONS = 1_700
 """Of each of 60 random lives: 102,000 in all."""
-
-
-def layout_of(page_tokens: int, window_tokens: int, slabs: int) -> KVLayout:
-    return KVLayout(
-        page_tokens=page_tokens,
-        window_tokens=window_tokens,
-        full_page_bytes=3,
-        window_page_bytes=5 if window_tokens else 0,
-        slab_bytes=15,
-        slab_count=slabs,
-    )
 
 
 @dataclass
