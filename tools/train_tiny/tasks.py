@@ -34,13 +34,13 @@ MIXTURE: dict[str, tuple[float, float]] = {
 bring about the same number of tokens whatever their task, so these are shares of the tokens too."""
 
 POLISH: dict[str, tuple[float, float]] = {
-    "needle": (0.12, 0.50),
-    "copy": (0.08, 0.14),
-    "tool_call": (0.42, 0.14),
-    "tool_result": (0.14, 0.12),
-    "system": (0.03, 0.03),
-    "count": (0.06, 0.03),
-    "arithmetic": (0.15, 0.04),
+    "needle": (0.10, 0.34),
+    "copy": (0.06, 0.10),
+    "tool_call": (0.50, 0.32),
+    "tool_result": (0.16, 0.14),
+    "system": (0.02, 0.02),
+    "count": (0.05, 0.03),
+    "arithmetic": (0.11, 0.05),
 }
 """The same for the end of the training: which tool fits, and sums, are what is learned last."""
 

@@ -45,7 +45,7 @@ class Stage:
     mixture: str = "all"
 
 
-POLISH_FROM = 20 / 24
+POLISH_FROM = 20 / 31
 """Where the rates have come down to 0 for the first time, and the last stage begins."""
 
 STAGES = (
@@ -68,7 +68,7 @@ class Recipe:
     together, beside the main one's 1.
     """
 
-    tokens: int = 24_000_000
+    tokens: int = 31_000_000
     minutes: float = 100.0
     stages: tuple[Stage, ...] = STAGES
     seed: int = 0
@@ -78,7 +78,7 @@ class Recipe:
     warmup_steps: int = 50
     decay: float = 0.35
     polish_from: float = POLISH_FROM
-    polish_rate: float = 0.35
+    polish_rate: float = 0.5
     prompt_weight: float = 0.1
     prompt_rows: float = 0.25
     mtp_weight: float = 0.5
