@@ -44,6 +44,7 @@ from server.model.source import ModelSource
 from server.model.spec import ModelSpec
 from server.model.weights import Weights, checkpoint_bytes, held_bytes, load_weights
 from server.request import EngineState, SamplingDefaults
+from server.scheduler.lanes import lane_names
 from server.scheduler.scheduler import Scheduler
 from server.text.chat_template import ChatTemplate
 from server.text.family_templates import family_template
@@ -216,7 +217,11 @@ def build(config: ServeConfig, model: Model) -> Server:
     print(f"  {'sampling defaults':<17} {_defaults(model.generation)}", flush=True)
     runner = _load(config, model)
     cache = KVCache(model.memory.layout, rebuild=runner.rebuild)
-    metrics = Metrics(names[0], context_tokens=model.memory.context_tokens)
+    metrics = Metrics(
+        names[0],
+        context_tokens=model.memory.context_tokens,
+        lanes=lane_names(config.scheduler.lane_tokens),
+    )
     engine = InferenceEngine(
         lambda on_end: Scheduler(config.scheduler, cache, context_tokens=model.memory.context_tokens, on_end=on_end),
         runner,
@@ -233,7 +238,6 @@ def build(config: ServeConfig, model: Model) -> Server:
         model_names=tuple(names),
         root=config.model.model,
         defaults=model.generation.sampling,
-        max_queued_requests=config.scheduler.max_queued_requests,
     )
     return Server(engine=engine, cache=cache, runner=runner, text=text, context=context)
 

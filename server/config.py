@@ -13,6 +13,7 @@ import re
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from itertools import pairwise
 from typing import Any
 
 from server.errors import StartupError
@@ -55,13 +56,20 @@ class CacheConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
-    """Who runs next. forgiven_tokens_per_s: how much prefill work one second of waiting forgives."""
+    """Who runs next. forgiven_tokens_per_s: how much prefill work one second of waiting forgives. lane_tokens: where
+    lanes of prompts begin, by tokens to compute. target_itl_ms: how long a step may take in which answers go on, 0 for
+    any time. request_timeout_s 0 is none."""
 
     max_sequences: int = 64
     step_token_budget: int = 2048
     prefill_chunk_tokens: int = 512
     max_queued_requests: int = 1024
+    max_queued_tokens: int = 1 << 24
+    policy: str = "uncached-first"
     forgiven_tokens_per_s: float = 500.0
+    lane_tokens: tuple[int, ...] = (64 * 1024, 256 * 1024, 1024 * 1024)
+    target_itl_ms: float = 100.0
+    request_timeout_s: float = 0.0
     prefix_caching: str = "on"
 
     def __post_init__(self) -> None:
@@ -246,6 +254,18 @@ def check_socket_path(value: str | None) -> None:
 NAMES = Kind(
     metavar="NAME", parse=lambda text: tuple(re.split(r"[,\s]+", text.strip())), check=check_names, several=True
 )
+
+
+def check_ascending(value: tuple[int, ...]) -> None:
+    if any(each < 1 for each in value) or any(one >= other for one, other in pairwise(value)):
+        raise ValueError(f"{','.join(map(str, value))!r} is not counts from 1 that ascend")
+
+
+COUNTS = Kind(
+    metavar="N,N",
+    parse=lambda text: tuple(parse_count(each) for each in re.split(r"[,\s]+", text.strip()) if each),
+    check=check_ascending,
+)
 FRACTION = Kind(metavar="F", parse=parse_number, check=check_fraction)
 JSON_OBJECT = Kind(metavar="JSON", parse=str, check=check_json_object)
 SOCKET_PATH = Kind(metavar="PATH", parse=str, check=check_socket_path)
@@ -381,10 +401,41 @@ GROUPS: Mapping[str, tuple[Flag, ...]] = {
             "requests that may wait; the next one gets 429 with Retry-After",
         ),
         flag(
+            "--max-num-queued-tokens",
+            "scheduler.max_queued_tokens",
+            count("N", least=1),
+            "tokens of prompts that may wait together; beyond them, 429 with Retry-After",
+        ),
+        flag(
+            "--request-timeout",
+            "scheduler.request_timeout_s",
+            number("S", least=0),
+            "end a request with an error when it takes longer than this, waiting included; 0 is never",
+        ),
+        flag(
+            "--scheduling-policy --schedule-policy",
+            "scheduler.policy",
+            choice("uncached-first", "fcfs", "longest-prefix", "shortest-first"),
+            "who runs next: uncached-first is who has the fewest tokens left to compute",
+        ),
+        flag(
             "--forgiven-tokens-per-s",
             "scheduler.forgiven_tokens_per_s",
             number("N", least=0.001),
             "fairness: how many tokens of prompt one second of waiting makes up for",
+        ),
+        flag(
+            "--length-lanes",
+            "scheduler.lane_tokens",
+            COUNTS,
+            "where lanes of long prompts begin, by tokens to compute; lanes share a step's prompt tokens equally",
+        ),
+        flag(
+            "--target-itl-ms",
+            "scheduler.target_itl_ms",
+            number("MS", least=0),
+            "prompts are computed in pieces so small that other answers wait about this long for their next token; "
+            "0 is no bound",
         ),
         flag(
             "--prefix-caching",

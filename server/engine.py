@@ -9,7 +9,7 @@ import logging
 import sys
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -128,13 +128,13 @@ class InferenceEngine:
     def now(self) -> float:
         return self._clock()
 
+    def check_room(self, *, client: Hashable = None, ahead: int = 0) -> None:
+        self._check_ready()
+        if self._scheduler.waiting:
+            self._scheduler.check_room(self._clock(), client=client, ahead=ahead)
+
     def submit(self, request: GenerationRequest) -> None:
-        if self._state is EngineState.LOADING:
-            raise Unavailable("The model is still loading.", code="model_loading", retry_after_s=1.0)
-        if self._state is EngineState.DRAINING:
-            raise Unavailable("The server is shutting down.", code="server_draining", retry_after_s=1.0)
-        if self._state is not EngineState.READY:
-            raise Unavailable("The engine has stopped; the server must be restarted.", code="engine_unavailable")
+        self._check_ready()
         if max(request.prompt_tokens) >= self._limits.vocab_size:
             raise BadRequest(
                 f"Invalid prompt: token id {max(request.prompt_tokens)} is outside the model's vocabulary of "
@@ -333,6 +333,14 @@ class InferenceEngine:
             facts.total_s,
         )
         self._metrics.request_ended(facts)
+
+    def _check_ready(self) -> None:
+        if self._state is EngineState.LOADING:
+            raise Unavailable("The model is still loading.", code="model_loading", retry_after_s=5.0)
+        if self._state is EngineState.DRAINING:
+            raise Unavailable("The server is shutting down.", code="server_draining", retry_after_s=5.0)
+        if self._state is not EngineState.READY:
+            raise Unavailable("The engine has stopped; the server must be restarted.", code="engine_unavailable")
 
     def _note_if_empty(self) -> None:
         if self._scheduler.idle:

@@ -50,6 +50,13 @@ class Overloaded(TwinpaneError):
         self.retry_after_s = retry_after_s
 
 
+class RequestTimeout(TwinpaneError):
+    """The request took longer than any may (HTTP 504 before the first token)."""
+
+    def __init__(self, limit_s: float) -> None:
+        super().__init__(f"The request took longer than {limit_s:g} s, the limit of this server.")
+
+
 class Unavailable(TwinpaneError):
     """The server cannot take requests now (HTTP 503): `model_loading`, `server_draining` or `engine_unavailable`."""
 

@@ -24,7 +24,9 @@ class StepFacts:
     of each kind, and kept as cache beside them. stranded_bytes is what partly filled slabs lose. prompt_tokens were
     computed for the first time. evicted_* and rebuilt_tokens (positions run again to get their window back) are those
     since the step before. token_gaps_s are the times since the same choice's previous token, one for each token of this
-    step that had one."""
+    step that had one. chunk_tokens are the parts of prompts in it. waiting_by_lane: how many wait in each lane of
+    lengths; waits_s: (lane, seconds) of those that left the queue, and prefix_matches how often runs of pages were
+    compared to know what is cached of those who wait, both since the step before."""
 
     running: int
     waiting: int
@@ -41,6 +43,10 @@ class StepFacts:
     preemptions: int
     step_s: float
     token_gaps_s: tuple[float, ...] = ()
+    chunk_tokens: tuple[int, ...] = ()
+    waiting_by_lane: tuple[int, ...] = ()
+    waits_s: tuple[tuple[int, float], ...] = ()
+    prefix_matches: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,7 +152,8 @@ class Metrics:
     Owner: the event-loop thread.
     """
 
-    def __init__(self, model_name: str, *, context_tokens: int = 1_048_576) -> None:
+    def __init__(self, model_name: str, *, context_tokens: int = 1_048_576, lanes: Sequence[str] = ("0-",)) -> None:
+        """lanes: the names of the scheduler's lanes, in order."""
         self._engine = CollectorRegistry(auto_describe=False)
         self._shown = CollectorRegistry(auto_describe=False)
         self._shown.register(_BothPrefixes(self._engine))
@@ -165,6 +172,28 @@ class Metrics:
         self._evicted = self._counter("prefix_cache_evicted_pages", "Cached pages given up for memory.", ("kind",))
         self._rebuilt = self._counter("window_rebuilt_tokens", "Positions run again to get their window K/V back.")
         self._stranded = self._gauge("kv_stranded_bytes", "Bytes of KV slabs in use that hold no page.")
+
+        self._lanes = tuple(lanes)
+        self._lane_waiting = Gauge(
+            "queue_depth",
+            "Sequences in the queue by lane of tokens to compute.",
+            (*self._labels, "lane"),
+            registry=self._engine,
+        )
+        self._lane_waits = Histogram(
+            "queue_wait_seconds",
+            "Time in the queue by lane.",
+            (*self._labels, "lane"),
+            buckets=REQUEST_TIME_BUCKETS,
+            registry=self._engine,
+        )
+        for lane in self._lanes:
+            self._lane_waiting.labels(**self._labels, lane=lane)
+            self._lane_waits.labels(**self._labels, lane=lane)
+        self._chunks = self._histogram("prefill_chunk_tokens", "Prompt tokens of a row of a step.", STEP_TOKEN_BUCKETS)
+        self._matches = self._counter(
+            "queue_prefix_matches", "Comparisons that keep known what is cached of those who wait."
+        )
 
         self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens processed.")
         self._generated = self._counter("generation_tokens", "Tokens generated.")
@@ -237,6 +266,13 @@ class Metrics:
             self._step_tokens.observe(self._sane(facts.step_tokens))
             self._step_time.observe(self._sane(facts.step_s))
             self._token_gap.add(map(self._sane, facts.token_gaps_s))
+            for lane, waiting in zip(self._lanes, facts.waiting_by_lane, strict=False):
+                self._lane_waiting.labels(**self._labels, lane=lane).set(self._sane(waiting))
+            for number, wait_s in facts.waits_s:
+                self._lane_waits.labels(**self._labels, lane=self._lanes[number]).observe(self._sane(wait_s))
+            for tokens in facts.chunk_tokens:
+                self._chunks.observe(self._sane(tokens))
+            self._matches.inc(self._sane(facts.prefix_matches))
 
     def request_ended(self, facts: RequestFacts) -> None:
         """Count an ended request."""

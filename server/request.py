@@ -6,7 +6,7 @@ choice, and what a client sees is the sequence of `Event`s those streams emit.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, NewType, Protocol
@@ -217,8 +217,9 @@ class GenerationRequest:
 
     prompt_tokens is never empty and every id is below the vocabulary size. arrival_s is on the engine's clock.
     cache_salt: only requests with an equal one share cached prefixes. hints: without them, the cache knows the tokens
-    alone. on_admitted is called once, on the event loop,
-    when the first choice begins, with how many of the prompt's tokens were cached.
+    alone. client: whose request it is, where clients are told apart: the server's time and queue are shared between
+    them. on_admitted is called once, on the event loop, when the first choice begins, with how many of the prompt's
+    tokens were cached.
     """
 
     request_id: RequestId
@@ -230,6 +231,7 @@ class GenerationRequest:
     priority: int = 0
     cache_salt: str | None = None
     hints: PrefixHints | None = None
+    client: Hashable = None
     on_admitted: Callable[[int], None] = lambda _cached_tokens: None
 
 
@@ -275,6 +277,11 @@ class Engine(Protocol):
     def submit(self, request: GenerationRequest) -> None:
         """Accept a request, or raise BadRequest (TooLong, too many choices, an id outside the vocabulary), Overloaded
         or Unavailable, and keep no trace of it."""
+        ...
+
+    def check_room(self, *, client: Hashable = None, ahead: int = 0) -> None:
+        """Raise Overloaded or Unavailable where a request of this client would be refused, as far as that is known
+        before its prompt is; so many others are on their way."""
         ...
 
     def cancel(self, request_id: RequestId) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import codecs
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -276,6 +276,7 @@ class FakeEngine:
         self.state = EngineState.READY
         self.idle_s = 0.0
         self.waiting = 0
+        self.max_waiting: int | None = None
         self.fail_after: int | None = None
         self.fail_with: TwinpaneError = EngineFailed("cause that must not leak: /secret/path.py line 3")
         self.submit_error: BaseException | None = None
@@ -303,15 +304,23 @@ class FakeEngine:
     def now(self) -> float:
         return self._clock() if self._clock is not None else asyncio.get_running_loop().time()
 
-    def submit(self, request: GenerationRequest) -> None:
-        if self.submit_error is not None:
-            raise self.submit_error
+    def check_ready(self) -> None:
         if self.state is EngineState.LOADING:
             raise Unavailable("The model is loading.", code="model_loading", retry_after_s=5.0)
         if self.state is EngineState.DRAINING:
             raise Unavailable("The server is shutting down.", code="server_draining", retry_after_s=5.0)
         if self.state is not EngineState.READY:
             raise Unavailable("The engine has stopped.", code="engine_unavailable")
+
+    def check_room(self, *, client: Hashable = None, ahead: int = 0) -> None:
+        self.check_ready()
+        if self.max_waiting is not None and self.waiting and self.waiting + ahead >= self.max_waiting:
+            raise Overloaded("The queue is full.", retry_after_s=1.5)
+
+    def submit(self, request: GenerationRequest) -> None:
+        if self.submit_error is not None:
+            raise self.submit_error
+        self.check_ready()
         if len(request.prompt_tokens) >= self._limits.context_tokens:
             raise TooLong(prompt_tokens=len(request.prompt_tokens), context_tokens=self._limits.context_tokens)
         if len(self._live) >= self.max_requests:
@@ -409,7 +418,6 @@ def fake_context(
     *,
     http: HttpConfig | None = None,
     defaults: SamplingDefaults | None = None,
-    max_queued_requests: int | None = None,
 ) -> ApiContext:
     """The HTTP layer's world, made of fakes, with a constant clock and constant seeds."""
     return ApiContext(
@@ -420,7 +428,6 @@ def fake_context(
         model_names=(MODEL, "second-name"),
         root="fake/root",
         defaults=defaults or SamplingDefaults(),
-        max_queued_requests=max_queued_requests,
         created_s=1_700_000_000,
         unix_time=lambda: 1_800_000_000.0,
         draw_seed=lambda: 7,

@@ -178,7 +178,8 @@ def assert_nothing_left(scheduler: Scheduler, cache: KVCache) -> None:
     assert not scheduler._requests
     assert not scheduler._sequences
     assert not scheduler._running
-    assert not scheduler._waiting
+    assert not len(cache.waiting)
+    assert not scheduler._queued_tokens
     assert not cache._rows
     assert not cache._quarantine
     assert all(cache.usage(kind) == 0 for kind in PageKind)

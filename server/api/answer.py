@@ -104,6 +104,7 @@ class Job:
             priority=generation.priority,
             cache_salt=generation.cache_salt,
             hints=hints,
+            client=self._call.client,
             on_admitted=self._admitted,
         )
         engine.submit(request)

@@ -54,7 +54,6 @@ class Parse(Protocol[T_co]):
 KNOWN_METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 COMPLETION_DEFAULT_TOKENS = 16
 RETRY_AFTER_LOADING_S = 5.0
-RETRY_AFTER_OVERLOAD_S = 1.0
 MAX_REMEMBERED_NAMES = 1024
 PROMETHEUS_TEXT = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -189,14 +188,14 @@ class Api:
         check_media_type(call.headers)
         max_bytes = self._ctx.http.max_body_bytes
         try:
-            self._check_open()
+            self._check_open(call)
         except Unavailable:
             if b"expect" not in call.headers and announced_bytes(call.headers) <= max_bytes:
                 await drop_body(call.receive, max_bytes=max_bytes)
             raise
         raw = await read_body(call.receive, call.headers, max_bytes=max_bytes, lease=lease)
         call.watch()
-        self._check_open()
+        self._check_open(call)
         border = self._border()
 
         def typed() -> T:
@@ -210,14 +209,9 @@ class Api:
             return typed()
         return await call.unless_gone(_in_thread(self._parser, typed))
 
-    def _check_open(self) -> None:
+    def _check_open(self, call: Call) -> None:
         """Refuse what the engine would refuse, before any work is done for it."""
-        health = self._ctx.engine.health()
-        if health.state is not EngineState.READY:
-            raise _unavailable(health.state)
-        limit = self._ctx.max_queued_requests
-        if limit is not None and health.waiting and health.waiting + self._encoding >= limit:
-            raise Overloaded("The server is overloaded: its queue is full.", retry_after_s=RETRY_AFTER_OVERLOAD_S)
+        self._ctx.engine.check_room(client=call.client, ahead=self._encoding)
 
     async def _encode(self, call: Call, work: Coroutine[Any, Any, T]) -> T:
         """Tokens of a call, for as long as its client waits for them."""

@@ -8,6 +8,7 @@ import logging
 import re
 import secrets
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from hashlib import blake2b
 from typing import Any, Protocol, TypeVar
 
 from server.api.body import ClientGone
@@ -55,6 +56,12 @@ def ignored_header(names: tuple[str, ...]) -> str:
     return ", ".join(shown)
 
 
+def client_of(headers: Mapping[bytes, bytes]) -> str | None:
+    """Who calls, by a digest of the API key it sent; None without one. Keys themselves are not kept."""
+    key = headers.get(b"authorization") or headers.get(b"x-api-key")
+    return blake2b(key, digest_size=16).hexdigest() if key else None
+
+
 class Call:
     """Owner: the task that handles the call.
 
@@ -72,6 +79,7 @@ class Call:
         self.path: str = scope["path"]
         self.headers: dict[bytes, bytes] = dict(scope["headers"])
         self.receive = receive
+        self.client = client_of(self.headers)
         self.request_id = request_id_of(self.headers.get(b"x-request-id", b""))
         self.status: int | None = None
         self.ended = False

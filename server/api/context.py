@@ -61,9 +61,7 @@ class ApiContext:
     """Everything a route may use.
 
     model_names: the served names; the first is the one that responses carry. root: where the weights came from, for
-    the model card. max_queued_requests: while requests wait in the engine, refuse before reading and tokenizing what
-    would wait behind this many (the engine's own bound holds in any case). created_s: one constant Unix time for all
-    model cards.
+    the model card. created_s: one constant Unix time for all model cards.
     """
 
     engine: Engine
@@ -74,7 +72,6 @@ class ApiContext:
     root: str = ""
     defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
     system_fingerprint: str = "fp_twinpane"
-    max_queued_requests: int | None = None
     created_s: int = field(default_factory=lambda: int(time.time()))
     unix_time: Callable[[], float] = time.time
     draw_seed: Callable[[], int] = draw_seed

@@ -12,7 +12,16 @@ from typing import Any
 
 import orjson
 
-from server.errors import BadRequest, EngineFailed, ModelNotFound, Overloaded, TooLong, TwinpaneError, Unavailable
+from server.errors import (
+    BadRequest,
+    EngineFailed,
+    ModelNotFound,
+    Overloaded,
+    RequestTimeout,
+    TooLong,
+    TwinpaneError,
+    Unavailable,
+)
 
 INVALID_REQUEST = "invalid_request_error"
 SERVER_ERROR = "server_error"
@@ -85,6 +94,14 @@ def wire_error(error: BaseException, *, request_id: str) -> WireError:
                 type="rate_limit_error",
                 code="server_overloaded",
                 headers=_retry_headers(error.retry_after_s),
+            )
+        case RequestTimeout():
+            return WireError(
+                status=504,
+                message=_text(error),
+                type=SERVER_ERROR,
+                code="request_timeout",
+                headers={"x-should-retry": "false"},
             )
         case Unavailable():
             headers = {} if error.code == "engine_unavailable" else _retry_headers(error.retry_after_s)

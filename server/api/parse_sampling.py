@@ -140,7 +140,7 @@ def parse_generation(body: Mapping[str, Json], *, border: Border, logprobs: int 
         stream=values["stream"],
         include_usage=options["include_usage"],
         continuous_usage=options["continuous_usage_stats"],
-        priority=values["priority"],
+        priority=values["priority"] + SERVICE_TIERS.get(values["service_tier"], 0),
         cache_salt=values["cache_salt"],
         ignored=(),
     )
@@ -172,15 +172,19 @@ def shared_fields(border: Border) -> Table:
         "include_stop_str_in_output": Field(boolean, False),
         "ignore_eos": Field(boolean, False),
         "stream": Field(boolean, False),
+        "service_tier": Field(string),
         "priority": Field(integer(minimum=-MAX_PRIORITY, maximum=MAX_PRIORITY), 0),
         "cache_salt": Field(_cache_salt),
         "skip_special_tokens": Field(boolean, True),
     }
 
 
+SERVICE_TIERS = {"priority": -1, "flex": 1}
+"""Steps of `priority` that a service tier stands for; all other names change nothing."""
+
 WITHOUT_EFFECT = frozenset(
     {
-        "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
+        "user", "metadata", "store", "safety_identifier", "prompt_cache_key",
         "prompt_cache_retention", "request_id",
     }
 )  # fmt: skip

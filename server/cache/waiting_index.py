@@ -104,6 +104,8 @@ class WaitingIndex(Generic[T]):
         self._serials = itertools.count()
         self._numbers = itertools.count()
         self.matches = 0
+        self.counts_saved = True
+        """Whether keys do; if not, somebody's key is its base. Not to be changed while somebody waits."""
         tree.watch = self
 
     def __repr__(self) -> str:
@@ -174,7 +176,7 @@ class WaitingIndex(Generic[T]):
         while of.top:
             key, serial, _, group = of.top[0]
             least = self._least(group) if group in of.groups else None
-            if least is not None and (least[0] - group.saved, least[1]) == (key, serial):
+            if least is not None and (self._key(group, least[0]), least[1]) == (key, serial):
                 return self._waiter_of(group).item, group.saved
             heapq.heappop(of.top)
             self._enter_top(group, least)
@@ -415,8 +417,11 @@ class WaitingIndex(Generic[T]):
 
     def _enter_top(self, place: _Place[T], least: tuple[float, int] | None) -> None:
         if least is not None:
-            entry = (least[0] - place.saved, least[1], next(self._numbers), place)
+            entry = (self._key(place, least[0]), least[1], next(self._numbers), place)
             heapq.heappush(place.queue.top, entry)
+
+    def _key(self, group: _Place[T], base: float) -> float:
+        return base - group.saved if self.counts_saved else base
 
     def _compact(self, place: _Place[T]) -> None:
         """Make its heap anew when most entries are of those who left."""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import heapq
 import itertools
 import logging
-from collections.abc import Callable
+import math
+from collections import deque
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -15,11 +16,14 @@ from server.cache.kv_cache import NO_PAGES, KVCache, PageDemand, Prefix
 from server.cache.prefix_tree import Keys
 from server.cache.retention import Ending, turn_marks
 from server.config import SchedulerConfig
-from server.errors import BadRequest, EngineFailed, Overloaded, TooLong, TwinpaneError
+from server.errors import BadRequest, EngineFailed, Overloaded, RequestTimeout, TooLong, TwinpaneError
 from server.metrics import RequestFacts, StepFacts
 from server.request import FinishReason, GenerationRequest, RequestId, SampledToken
-from server.scheduler.priority import standing_key
+from server.scheduler.lanes import lane_of, share
+from server.scheduler.priority import POLICIES
+from server.scheduler.queue_limits import DrainRate, FairShares
 from server.scheduler.sequence import Sequence
+from server.scheduler.step_cost import NO_ROWS, ChunkSizer, FittedCost, StepCost, shape_of_row
 from server.step import (
     PageKind,
     PageMove,
@@ -34,8 +38,6 @@ from server.step import (
 )
 
 log = logging.getLogger("twinpane.scheduler")
-
-RETRY_AFTER_S = 1.0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -64,6 +66,15 @@ class _PlanBuilder:
     planned: set[SequenceId] = field(default_factory=set)
 
 
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A prompt that wants its part of a step's prompt tokens. In each lane, lower ranks come first."""
+
+    lane: int
+    rank: float
+    wanted: int
+
+
 class Scheduler:
     """Owner of every waiting and running sequence, on the event-loop thread. plan() and commit() are plain functions
     of this state and the clock; between them the step is in flight.
@@ -83,22 +94,38 @@ class Scheduler:
         *,
         context_tokens: int,
         on_end: Callable[[RequestId, RequestFacts], None] = lambda _id, _facts: None,
+        cost: StepCost | None = None,
     ) -> None:
+        """cost: how long steps take; by default learned as they are measured."""
         self._config = config
         self._cache = cache
         self._on_end = on_end
+        self._policy = POLICIES[config.policy]
+        cache.waiting.counts_saved = self._policy.counts_cached
         self._chunk_tokens = min(config.prefill_chunk_tokens, config.step_token_budget)
         self.context_tokens = cache.usable_tokens(context_tokens, self._chunk_tokens)
+        self._sizer = ChunkSizer(
+            cost if cost is not None else FittedCost(),
+            target_s=config.target_itl_ms / 1000,
+            page_tokens=cache.layout.page_tokens,
+            most_tokens=config.step_token_budget,
+        )
         self._requests: dict[RequestId, _Accepted] = {}
         self._sequences: dict[SequenceId, Sequence] = {}
         self._running: dict[SequenceId, Sequence] = {}
-        self._waiting: list[Sequence] = []
+        self._deadlines: deque[tuple[float, RequestId]] = deque()
+        self._queued_tokens = 0
+        self._queued_in_lane = [0] * (len(config.lane_tokens) + 1)
+        self._shares = FairShares()
+        self._drain = DrainRate()
         self._free_slots = list(range(config.max_sequences - 1, -1, -1))
         self._sequence_ids = itertools.count()
         self._next_step = StepId(0)
         self._short = False  # a step in flight kept somebody from pages: the next plan waits until none is
         self._preemptions = 0
         self._evicted, self._rebuilt = dict(cache.evicted), cache.rebuilt_tokens  # as of the last step
+        self._matches = cache.waiting.matches
+        self._waits: list[tuple[int, float]] = []  # since the last step
 
     def __repr__(self) -> str:
         return f"<Scheduler {len(self._running)} running, {self.waiting} waiting, {self._cache!r}>"
@@ -131,27 +158,45 @@ class Scheduler:
                 f"({self._config.max_sequences} + {self._config.max_queued_requests}).",
                 param="n",
             )
-        # What finds a free slot does not wait.
-        if self.waiting + choices - len(self._free_slots) > self._config.max_queued_requests:
-            raise Overloaded(
-                f"The server already has {self.waiting} requests waiting. Please retry later.",
-                retry_after_s=RETRY_AFTER_S,
-            )
+        self.check_room(request.arrival_s, choices=choices, tokens=prompt_tokens * choices, client=request.client)
         accepted = _Accepted(request=request, live={})
-        key = standing_key(
-            uncached_tokens=prompt_tokens,
-            arrival_s=request.arrival_s,
-            forgiven_tokens_per_s=self._config.forgiven_tokens_per_s,
-            priority=request.priority,
-        )
+        self._requests[request.request_id] = accepted
         for choice, output in enumerate(request.outputs):
-            sequence = Sequence(
-                id=SequenceId(next(self._sequence_ids)), choice=choice, request=request, output=output, key=key
-            )
+            sequence = Sequence(id=SequenceId(next(self._sequence_ids)), choice=choice, request=request, output=output)
             accepted.live[sequence.id] = sequence
             self._sequences[sequence.id] = sequence
+            self._shares.arrived(request.client, request.arrival_s)
             self._enqueue(sequence)
-        self._requests[request.request_id] = accepted
+        if self._config.request_timeout_s:
+            self._deadlines.append((request.arrival_s + self._config.request_timeout_s, request.request_id))
+
+    def check_room(
+        self, now: float, *, choices: int = 1, tokens: int = 0, client: Hashable = None, ahead: int = 0
+    ) -> None:
+        """Raise Overloaded if the queue has no room for these, with when it will. ahead: requests that are on their way
+        here. What finds a free slot does not wait; one prompt may wait alone, however long it is."""
+        limit = self._config.max_queued_requests
+        excess = self.waiting + ahead + choices - len(self._free_slots) - limit
+        if excess > 0:
+            raise Overloaded(
+                f"The server already has {self.waiting} requests waiting. Please retry later.",
+                retry_after_s=self._drain.retry_after_s(now, excess if ahead else choices),
+            )
+        token_limit = self._config.max_queued_tokens
+        if self._queued_tokens and self._queued_tokens + tokens > token_limit:
+            raise Overloaded(
+                f"The server already has {self._queued_tokens} prompt tokens waiting, and with yours they would be more"
+                f" than {token_limit}. Please retry later.",
+                retry_after_s=self._drain.retry_after_s(now, choices),
+            )
+        if 2 * (self.waiting + choices) > limit and self._shares.waiting(client):
+            allowance = self._shares.allowance(client, limit, now)
+            if allowance < limit and self._shares.waiting(client) + choices > allowance:
+                raise Overloaded(
+                    f"This API key already has {self._shares.waiting(client)} requests waiting, and others wait too. "
+                    "Please retry later.",
+                    retry_after_s=self._drain.retry_after_s(now, choices),
+                )
 
     def cancel(self, request_id: RequestId, now: float) -> None:
         """End every choice of a request in silence, in any phase. Unknown and ended ids are ignored."""
@@ -181,7 +226,7 @@ class Scheduler:
         """Tell everybody that it is over and forget them, without a look at pages: for when an invariant is broken or
         a step never ends. Nothing can run afterwards."""
         accepted, self._requests = list(self._requests.values()), {}
-        self._sequences, self._running, self._waiting = {}, {}, []
+        self._sequences, self._running = {}, {}
         for each in accepted:
             for sequence in each.live.values():
                 _guarded(partial(sequence.output.fail, error))
@@ -204,11 +249,20 @@ class Scheduler:
         if self._short and self._cache.steps_in_flight:
             return None
         self._short = False
+        self._expire(now)
         building = _PlanBuilder(step_id=self._next_step, now=now, budget=self._config.step_token_budget)
-        for sequence, pending in self._running_order():
+        order = self._running_order()
+        decoding = [(sequence, pending) for sequence, pending in order if pending == 1]
+        prompts = [(sequence, pending) for sequence, pending in order if pending > 1]
+        budget = self._prompt_budget(decoding, prompts)
+        if prompts and not (decoding and decoding[0] == order[0]):  # the longest waiting, to which memory comes first
+            parts = [self._part(*each) for each in prompts] + self._head_part()
+            if most := self._divide(budget, parts)[0]:
+                self._plan_row(*prompts[0], building, most)
+        for sequence, pending in decoding:
             if building.budget > 0 and sequence.id in self._running:
-                self._plan_row(sequence, pending, building)
-        self._admit(building, now)
+                self._plan_row(sequence, pending, building, 1)
+        self._plan_prompts(prompts, building, budget)
         if not building.rows and not building.moves and not building.opened:
             return None
         self._next_step = StepId(self._next_step + 1)
@@ -229,9 +283,12 @@ class Scheduler:
         self._cache.end_step(plan.step_id)
         computed = generated = prompt = 0
         gaps: list[float] = []
+        chunks: list[int] = []
+        shape = NO_ROWS
         for row, outcome in zip(plan.rows, result.rows, strict=True):
             stop = row.stop
             computed += stop - row.start
+            shape += shape_of_row(row.start, stop - row.start)
             sequence = self._running.get(row.sequence)
             if sequence is None or sequence.epoch != row.epoch:
                 continue
@@ -240,6 +297,9 @@ class Scheduler:
                 self.fail(sequence.request.request_id, EngineFailed(outcome.failure), now)
                 continue
             assert sequence.computed_tokens == row.start
+            self._shares.served(sequence.request.client, stop - row.start)
+            if row.start < len(sequence.request.prompt_tokens):
+                chunks.append(stop - row.start)
             prompt += sequence.advance(stop)
             self._cache.commit(sequence.id, stop, now)
             if row.samples:
@@ -248,7 +308,10 @@ class Scheduler:
                 if sequence.last_token_s is not None:
                     gaps.append(now - sequence.last_token_s)
                 self._deliver(sequence, outcome.token, now)
+        self._sizer.cost.note(shape, result.device_s)
         preemptions, self._preemptions = self._preemptions, 0
+        waits, self._waits = self._waits, []
+        matches, self._matches = self._cache.waiting.matches - self._matches, self._cache.waiting.matches
         before, self._evicted = self._evicted, dict(self._cache.evicted)
         evicted = self._evicted
         rebuilt, self._rebuilt = self._cache.rebuilt_tokens - self._rebuilt, self._cache.rebuilt_tokens
@@ -268,6 +331,10 @@ class Scheduler:
             preemptions=preemptions,
             step_s=result.device_s,
             token_gaps_s=tuple(gaps),
+            chunk_tokens=tuple(chunks),
+            waiting_by_lane=tuple(self._queued_in_lane),
+            waits_s=tuple(waits),
+            prefix_matches=matches,
         )
 
     def skip(self, plan: StepPlan) -> None:
@@ -282,9 +349,15 @@ class Scheduler:
     def check(self) -> None:
         """Assert that queue, running set, slots, requests and cache tell one story."""
         self._cache.check()
-        waiting = {s.id for s in self._waiting if self._is_waiting(s)}
+        waiting = {s.id for s in self._sequences.values() if s.slot is None}
+        assert len(waiting) == len(self._cache.waiting) and all(each in self._cache.waiting for each in waiting)
         assert not waiting & self._running.keys()
         assert waiting | self._running.keys() == self._sequences.keys()
+        assert self._queued_tokens == sum(self._sequences[each].known_tokens for each in waiting)
+        assert sum(self._queued_in_lane) == len(waiting)
+        for client in {s.request.client for s in self._sequences.values()}:
+            of_client = [s for s in self._sequences.values() if s.request.client == client]
+            assert self._shares.waiting(client) == sum(s.slot is None for s in of_client)
         live = [s for accepted in self._requests.values() for s in accepted.live]
         assert sorted(live) == sorted(self._sequences)
         slots = [s.slot for s in self._running.values() if s.slot is not None]
@@ -297,13 +370,17 @@ class Scheduler:
     # --- inside ---------------------------------------------------------------------------------------------------
 
     def _running_order(self) -> list[tuple[Sequence, int]]:
-        """Who has tokens to plan, and how many. The longest waiting first, so that memory always comes to it; then
-        decodes, then prompts, each by key."""
+        """Who has tokens to plan, and how many. The longest waiting first, so that memory always comes to it; then who
+        decodes, by key, then prompts, by rank."""
         if not self._running:
             return []
         oldest = self._oldest()
         order = [
-            (sequence is not oldest, pending > 1, sequence.key, sequence.id, sequence, pending)
+            (
+                *(sequence is not oldest, pending > 1),
+                *(self._rank(sequence, pending) if pending > 1 else sequence.key, sequence.id),
+                *(sequence, pending),
+            )
             for sequence in self._running.values()
             if (pending := sequence.pending_tokens) > 0
         ]
@@ -314,12 +391,92 @@ class Scheduler:
         """The longest waiting one that runs."""
         return min([(s.request.arrival_s, s.id, s) for s in self._running.values()])[-1]
 
-    def _plan_row(self, sequence: Sequence, pending: int, building: _PlanBuilder) -> bool:
-        """Give a running sequence its next pending tokens; preempts others, in the end itself, when memory is dry."""
+    def _rank(self, sequence: Sequence, tokens: float) -> float:
+        """Among prompts that are being computed, of which it has so many tokens left."""
+        request = sequence.request
+        return self._policy.base(
+            tokens=math.ceil(tokens),
+            arrival_s=request.arrival_s,
+            forgiven_tokens_per_s=self._config.forgiven_tokens_per_s,
+            priority=request.priority,
+        )
+
+    def _part(self, sequence: Sequence, pending: int) -> _Part:
+        wanted = min(pending, self._chunk_tokens)
+        return _Part(sequence.lane, self._rank(sequence, pending), wanted)
+
+    def _head_part(self) -> list[_Part]:
+        """What the first in line would want, if it can be taken."""
+        head = self._head() if self._free_slots else None
+        if head is None:
+            return []
+        sequence, saved = head
+        return [self._part_of_head(sequence, saved)]
+
+    def _part_of_head(self, sequence: Sequence, saved: float) -> _Part:
+        effective = max(1, math.ceil(sequence.known_tokens - saved))
+        lane = lane_of(effective, self._config.lane_tokens)
+        return _Part(lane, self._rank(sequence, effective), min(effective, self._chunk_tokens))
+
+    def _prompt_budget(self, decoding: list[tuple[Sequence, int]], prompts: list[tuple[Sequence, int]]) -> int:
+        """How many prompt tokens this step may have: what its rows that decode leave, and as many as those can wait
+        for."""
+        shape = NO_ROWS
+        for sequence, _ in decoding:
+            shape += shape_of_row(sequence.planned_tokens, 1)
+        start = max((sequence.planned_tokens for sequence, _ in prompts), default=0)
+        return max(1, min(self._config.step_token_budget - len(decoding), self._sizer.tokens(shape, start)))
+
+    def _divide(self, budget: int, parts: list[_Part]) -> list[int]:
+        """A step's prompt tokens: in equal parts over the lanes that want any, and in each to the first by rank."""
+        wanted = [0] * (len(self._config.lane_tokens) + 1)
+        for part in parts:
+            wanted[part.lane] += part.wanted
+        left, given = share(budget, wanted), [0] * len(parts)
+        for index in sorted(range(len(parts)), key=lambda index: parts[index].rank):
+            part = parts[index]
+            given[index] = min(part.wanted, left[part.lane])
+            left[part.lane] -= given[index]
+        return given
+
+    def _plan_prompts(self, prompts: list[tuple[Sequence, int]], building: _PlanBuilder, budget: int) -> None:
+        """Take whom of the queue there is room for, in its order; then those that run go on with the rest."""
+        taken = [
+            _Part(sequence.lane, -math.inf, row.stop - row.start)
+            for sequence, _ in prompts
+            for row in building.rows
+            if row.sequence == sequence.id
+        ]
+        left = [each for each in prompts if each[0].id in self._running and each[0].id not in building.planned]
+        while building.budget > 0 and self._free_slots and not self._short:
+            head = self._head()
+            if head is None:
+                break
+            sequence, saved = head
+            parts = [self._part_of_head(sequence, saved), *taken, *(self._part(*each) for each in left)]
+            most = self._divide(budget, parts)[0]
+            if not most or not self._fits(sequence):
+                break
+            self._admit(sequence, saved, building)
+            before = building.budget
+            if not self._plan_row(sequence, sequence.pending_tokens, building, most):
+                break
+            taken.append(_Part(sequence.lane, -math.inf, before - building.budget))
+        given = self._divide(budget, [*(self._part(*each) for each in left), *taken])
+        for (sequence, pending), most in zip(left, given, strict=False):
+            if most and building.budget > 0 and sequence.id in self._running:
+                self._plan_row(sequence, pending, building, most)
+
+    def _plan_row(self, sequence: Sequence, pending: int, building: _PlanBuilder, most: int) -> bool:
+        """Give a running sequence its next pending tokens, at most so many; preempts others, in the end itself, when
+        memory is dry. A part of a prompt ends where a page does, if it is as long as one."""
         assert sequence.slot is not None
         known = sequence.known_tokens
         start = sequence.planned_tokens
-        stop = start + min(pending, building.budget, self._chunk_tokens)
+        stop = start + min(pending, building.budget, self._chunk_tokens, most)
+        if stop < start + pending:
+            whole = stop - stop % self._cache.layout.page_tokens
+            stop = whole if whole > start else stop
         while True:
             reservation = self._cache.reserve(sequence.id, stop, building.now)
             building.moves += reservation.moves
@@ -355,41 +512,37 @@ class Scheduler:
         building.budget -= stop - start
         return True
 
-    def _admit(self, building: _PlanBuilder, now: float) -> None:
-        """Take from the queue while slots, tokens and both kinds of page last.
+    def _admit(self, sequence: Sequence, saved: float, building: _PlanBuilder) -> None:
+        """Give the first in line a slot and what is cached of it."""
+        now, request = building.now, sequence.request
+        key = self._policy.key(self._rank(sequence, sequence.known_tokens), saved)
+        self._leave_queue(sequence)
+        self._shares.started(request.client)
+        self._drain.note_left(now)
+        sequence.slot = SlotId(self._free_slots.pop())
+        sequence.epoch += 1
+        resume = self._cache.open(sequence.id, sequence.slot, sequence.prefix, now)
+        sequence.computed_tokens = sequence.planned_tokens = resume.start
+        sequence.resumed_at = resume.cached_tokens
+        sequence.key = key
+        sequence.lane = lane_of(sequence.known_tokens - resume.saved_tokens, self._config.lane_tokens)
+        self._running[sequence.id] = sequence
+        accepted = self._requests[request.request_id]
+        self._waits.append((sequence.lane, now - request.arrival_s))
+        if accepted.started_s is None:
+            accepted.started_s, accepted.cached_tokens = now, int(resume.saved_tokens)
+            _guarded(partial(request.on_admitted, accepted.cached_tokens))
+        building.opened.append(sequence.opening())
 
-        A sequence is admitted only if everything it knows fits beside what the running ones still need, each with one
-        page of growth: starting what must be preempted at once would be work for nothing.
-        """
-        while building.budget > 0 and self._free_slots and not self._short:
-            sequence = self._head()
-            if sequence is None:
-                return
-            prefix = self._prefix(sequence)
-            if not self._fits(sequence, prefix):
-                return
-            heapq.heappop(self._waiting)
-            sequence.slot = SlotId(self._free_slots.pop())
-            sequence.epoch += 1
-            resume = self._cache.open(sequence.id, sequence.slot, prefix, now)
-            sequence.computed_tokens = sequence.planned_tokens = resume.start
-            sequence.resumed_at = resume.cached_tokens
-            self._running[sequence.id] = sequence
-            accepted = self._requests[sequence.request.request_id]
-            if accepted.started_s is None:
-                accepted.started_s, accepted.cached_tokens = now, int(resume.saved_tokens)
-                _guarded(partial(sequence.request.on_admitted, accepted.cached_tokens))
-            building.opened.append(sequence.opening())
-            if not self._plan_row(sequence, sequence.pending_tokens, building):
-                return
-
-    def _fits(self, sequence: Sequence, prefix: Prefix | None) -> bool:
+    def _fits(self, sequence: Sequence) -> bool:
+        """A sequence is admitted only if everything it knows fits beside what the running ones still need, each with
+        one page of growth: starting what must be preempted at once would be work for nothing."""
         demand = self._outstanding() + self._cache.peak_demand(self._with_growth(sequence), self._chunk_tokens)
         if self._cache.fits(demand):
             return True
-        if prefix is None:
+        if sequence.prefix is None:
             return False
-        shared = self._cache.shared_pages(prefix)  # looked up only now: it takes a while for a long prompt
+        shared = self._cache.shared_pages(sequence.prefix)  # looked up only now: it takes a while for a long prompt
         return shared > 0 and self._cache.fits(PageDemand(full=demand.full - shared, window=demand.window))
 
     def _prefix(self, sequence: Sequence) -> Prefix | None:
@@ -429,19 +582,35 @@ class Scheduler:
     def _with_growth(self, sequence: Sequence) -> int:
         return min(sequence.known_tokens + self._cache.layout.page_tokens, self.context_tokens)
 
-    def _head(self) -> Sequence | None:
-        """The next of the queue; entries of sequences that left it are dropped when they are met."""
-        while self._waiting:
-            if self._is_waiting(self._waiting[0]):
-                return self._waiting[0]
-            heapq.heappop(self._waiting)
-        return None
-
-    def _is_waiting(self, entry: Sequence) -> bool:
-        return entry.slot is None and entry.id in self._sequences
+    def _head(self) -> tuple[Sequence, float] | None:
+        """The next of the queue, and how many tokens are saved for it."""
+        if not len(self._cache.waiting):
+            return None
+        first = self._cache.waiting.first(self._shares.next())
+        assert first is not None, "whose turn it is waits"
+        return self._sequences[first[0]], first[1]
 
     def _enqueue(self, sequence: Sequence) -> None:
-        heapq.heappush(self._waiting, sequence)
+        request = sequence.request
+        sequence.prefix = self._prefix(sequence)
+        self._cache.expect(
+            sequence.id, self._rank(sequence, sequence.known_tokens), sequence.prefix, queue=request.client
+        )
+        effective = sequence.known_tokens - self._cache.waiting.saved(sequence.id)
+        sequence.lane = lane_of(effective, self._config.lane_tokens)
+        self._queued_tokens += sequence.known_tokens
+        self._queued_in_lane[sequence.lane] += 1
+
+    def _leave_queue(self, sequence: Sequence) -> None:
+        self._cache.waiting.remove(sequence.id)
+        self._queued_tokens -= sequence.known_tokens
+        self._queued_in_lane[sequence.lane] -= 1
+
+    def _expire(self, now: float) -> None:
+        """End those that took longer than any may."""
+        while self._deadlines and self._deadlines[0][0] <= now:
+            _, request_id = self._deadlines.popleft()
+            self.fail(request_id, RequestTimeout(self._config.request_timeout_s), now)
 
     def _least_worthy(self, planned: set[SequenceId]) -> Sequence | None:
         """Whom to preempt: the last in order that is not in this plan, never the longest waiting."""
@@ -461,6 +630,7 @@ class Scheduler:
         assert not self._cache.steps_in_flight, "what a step in flight brings for it would be lost"
         self._stop_running(sequence, now, Ending.UNKNOWN)
         sequence.computed_tokens = sequence.planned_tokens = 0
+        self._shares.preempted(sequence.request.client)
         self._enqueue(sequence)
         self._preemptions += 1
 
@@ -492,13 +662,14 @@ class Scheduler:
 
     def _drop(self, sequence: Sequence, now: float, ending: Ending = Ending.UNKNOWN) -> None:
         """Forget a sequence and give back all it holds, whatever it was doing."""
-        if sequence.slot is not None:
+        waited = sequence.slot is None
+        if waited:
+            self._leave_queue(sequence)
+        else:
             self._stop_running(sequence, now, ending)
+        self._shares.left(sequence.request.client, waited=waited, now=now)
         del self._sequences[sequence.id]
         del self._requests[sequence.request.request_id].live[sequence.id]
-        if len(self._waiting) > 2 * self.waiting:
-            self._waiting = [entry for entry in self._waiting if self._is_waiting(entry)]
-            heapq.heapify(self._waiting)
 
     def _end(self, accepted: _Accepted, outcome: str, now: float) -> None:
         del self._requests[accepted.request.request_id]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from server.cache.kv_cache import Prefix
 from server.request import GenerationRequest, OutputStream
 from server.step import SequenceId, SlotId, SlotOpening, StepId
 
@@ -15,7 +16,8 @@ class Sequence:
     computed_tokens counts what committed steps computed, planned_tokens also what steps in flight compute; last_step is
     the last step that has a row of this sequence. slot is None while it waits. epoch counts admissions.
     resumed_at: positions before it were cached when it was admitted the last time.
-    prompt_tokens_done never falls, not even by a preemption. key orders the queue (see priority.standing_key).
+    prompt_tokens_done never falls, not even by a preemption. prefix is what the cache knows it by. key is what it was
+    admitted with (see priority.Policy), and lane that of what it had to compute then.
     Owner: Scheduler, on the event-loop thread.
     """
 
@@ -23,7 +25,9 @@ class Sequence:
     choice: int
     request: GenerationRequest
     output: OutputStream
-    key: float
+    key: float = 0.0
+    lane: int = 0
+    prefix: Prefix | None = None
     output_tokens: list[int] = field(default_factory=list)
     resumed_at: int = 0
     computed_tokens: int = 0

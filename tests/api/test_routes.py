@@ -166,14 +166,15 @@ class TestOverload:
         )
 
     async def test_beyond_the_queue_nothing_is_tokenized(self, make_client: Make) -> None:
-        client = make_client(text=FakeText(encode_delay_s=0.05), max_queued_requests=3)
-        client.engine.waiting = 1
+        client = make_client(text=FakeText(encode_delay_s=0.05))
+        client.engine.waiting, client.engine.max_waiting = 1, 3
         answers = await asyncio.gather(*(client.chat() for _ in range(10)))
         assert sorted(answer.status_code for answer in answers) == [200] * 2 + [429] * 8
         assert (await client.chat()).status_code == 200
 
     async def test_where_nobody_waits_everybody_is_tokenized(self, make_client: Make) -> None:
-        client = make_client(text=FakeText(encode_delay_s=0.05), max_queued_requests=0)
+        client = make_client(text=FakeText(encode_delay_s=0.05))
+        client.engine.max_waiting = 0
         answers = await asyncio.gather(*(client.chat() for _ in range(10)))
         assert {answer.status_code for answer in answers} == {200}
 

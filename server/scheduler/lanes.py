@@ -1,0 +1,43 @@
+"""How a step's prompt tokens are shared between short and long prompts, so that neither keeps the other waiting."""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+from collections.abc import Sequence
+
+LANE_TOKENS = (64 * 1024, 256 * 1024, 1024 * 1024)
+"""A prompt with fewer tokens to compute than the first is in lane 0, and so on; the last lane has no end."""
+
+
+def lane_of(tokens: float, lanes: Sequence[int]) -> int:
+    """lanes: ascending bounds."""
+    return bisect.bisect_right(lanes, tokens)
+
+
+def lane_names(lanes: Sequence[int]) -> tuple[str, ...]:
+    """'0-64K', '64K-256K', ..., '1M-': for metrics and tables."""
+    bounds = ["0", *map(_short, lanes), ""]
+    return tuple(f"{low}-{high}" for low, high in itertools.pairwise(bounds))
+
+
+def _short(tokens: int) -> str:
+    for unit, letter in ((1 << 20, "M"), (1 << 10, "K")):
+        if tokens % unit == 0:
+            return f"{tokens // unit}{letter}"
+    return str(tokens)
+
+
+def share(budget: int, wanted: Sequence[int]) -> list[int]:
+    """Divide a budget so that nobody gets more than it wants, what one leaves goes to the others in equal parts, and
+    all of it is given while anybody wants more (max-min fairness). Of what cannot be divided, the first get more."""
+    given = [0] * len(wanted)
+    open_lanes = [lane for lane, tokens in enumerate(wanted) if tokens > 0]
+    while budget > 0 and open_lanes:
+        part, rest = divmod(budget, len(open_lanes))
+        for rank, lane in enumerate(open_lanes):
+            more = min(part + (rank < rest), wanted[lane] - given[lane])
+            given[lane] += more
+            budget -= more
+        open_lanes = [lane for lane in open_lanes if wanted[lane] > given[lane]]
+    return given

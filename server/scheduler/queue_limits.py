@@ -1,0 +1,152 @@
+"""When the queue is full, for whom, and when to come again."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable
+from dataclasses import dataclass
+
+DRAIN_MEMORY_S = 30.0
+"""Over about so long the rate is measured at which the queue drains."""
+LEAST_RETRY_S = 1.0
+MOST_RETRY_S = 60.0
+"""The longest that OpenAI's clients wait when they are told to."""
+RECENT_S = 60.0
+"""A client counts when the queue is shared as long as it has asked for something within so long."""
+
+
+class DrainRate:
+    """How fast the queue drains, and so when there will be a place for one more.
+
+    A rate is a sum that decays: of n that left at ages a, sum of exp(-a / DRAIN_MEMORY_S) / DRAIN_MEMORY_S. Everybody
+    who is refused is told another moment, one place after the other: those who come again do not all come at once.
+    Owner: Scheduler.
+    """
+
+    def __init__(self) -> None:
+        self._left = 0.0
+        self._seen_s: float | None = None
+        self._first_s: float | None = None
+        self._promised_s = 0.0
+
+    def note_left(self, now: float) -> None:
+        """One left the queue to run."""
+        if self._first_s is None:
+            self._first_s = now
+        self._decay(now)
+        self._left += 1
+
+    def rate(self, now: float) -> float:
+        """Requests per second; 0 if none was seen."""
+        if self._first_s is None:
+            return 0.0
+        self._decay(now)
+        seen_s = DRAIN_MEMORY_S * (1 - math.exp(-(now - self._first_s) / DRAIN_MEMORY_S))
+        return self._left / max(seen_s, 0.1)
+
+    def retry_after_s(self, now: float, excess: int) -> float:
+        """When to come again, if so many places too few are free."""
+        rate = self.rate(now)
+        if not rate:
+            return LEAST_RETRY_S
+        self._promised_s = max(self._promised_s, now) + excess / rate
+        if self._promised_s > now + MOST_RETRY_S:
+            self._promised_s = now + MOST_RETRY_S
+        return max(LEAST_RETRY_S, self._promised_s - now)
+
+    def _decay(self, now: float) -> None:
+        if self._seen_s is not None:
+            self._left *= math.exp(-max(0.0, now - self._seen_s) / DRAIN_MEMORY_S)
+        self._seen_s = now
+
+
+@dataclass(slots=True)
+class _Client:
+    """What one API key has. served: tokens computed for it, from the least of those present when it came."""
+
+    waiting: int = 0
+    running: int = 0
+    served: float = 0.0
+    asked_s: float = 0.0
+
+
+class FairShares:
+    """Who is served next when clients with different API keys wait, and how much of the queue each may fill.
+
+    The one for whom the fewest tokens were computed comes first; who comes after a pause starts at the least of those
+    present, so that nobody saves up. (Virtual token counters: Sheng et al. 2024, "Fairness in serving large language
+    models".) Within a key, and where there is only one, the policy's order holds. Owner: Scheduler.
+    """
+
+    def __init__(self) -> None:
+        self._clients: dict[Hashable, _Client] = {}
+
+    def __len__(self) -> int:
+        return len(self._clients)
+
+    def arrived(self, client: Hashable, now: float) -> None:
+        """One of its choices waits now."""
+        of = self._of(client, now)
+        if not of.waiting and not of.running:
+            of.served = max(of.served, min((each.served for each in self._present()), default=of.served))
+        of.waiting += 1
+
+    def started(self, client: Hashable) -> None:
+        of = self._clients[client]
+        of.waiting -= 1
+        of.running += 1
+
+    def preempted(self, client: Hashable) -> None:
+        of = self._clients[client]
+        of.waiting += 1
+        of.running -= 1
+
+    def left(self, client: Hashable, *, waited: bool, now: float) -> None:
+        """It ended, as it waited or as it ran."""
+        of = self._clients[client]
+        if waited:
+            of.waiting -= 1
+        else:
+            of.running -= 1
+        if len(self._clients) > 1:
+            self._forget(now)
+
+    def served(self, client: Hashable, tokens: int) -> None:
+        """So many were computed for it."""
+        of = self._clients.get(client)
+        if of is not None:
+            of.served += tokens
+
+    def next(self) -> Hashable:
+        """Of those who wait, whose turn it is; None if nobody waits."""
+        waiting = [(of.served, name) for name, of in self._clients.items() if of.waiting]
+        return min(waiting, key=lambda each: each[0])[1] if waiting else None
+
+    def waiting(self, client: Hashable) -> int:
+        of = self._clients.get(client)
+        return of.waiting if of is not None else 0
+
+    def allowance(self, client: Hashable, limit: int, now: float) -> int:
+        """How many places of a queue of `limit` it may have while others want some: an equal share."""
+        self._of(client, now)
+        self._forget(now)
+        return max(1, -(-limit // len(self._clients)))
+
+    def _of(self, client: Hashable, now: float) -> _Client:
+        of = self._clients.get(client)
+        if of is None:
+            of = self._clients[client] = _Client()
+        of.asked_s = now
+        return of
+
+    def _present(self) -> list[_Client]:
+        return [of for of in self._clients.values() if of.waiting or of.running]
+
+    def _forget(self, now: float) -> None:
+        gone = [
+            name
+            for name, of in self._clients.items()
+            if not of.waiting and not of.running and now - of.asked_s > RECENT_S
+        ]
+        for name in gone:
+            del self._clients[name]

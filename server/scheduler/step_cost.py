@@ -1,0 +1,145 @@
+"""How long a step will take, and so how many prompt tokens may join one in which somebody waits for the next token."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+MOST_GROWTH = 0.9
+"""A larger size is chosen only if it takes less than this of the target: sizes do not swing between two steps."""
+LEAST_SHARE = 0.5
+"""Prompts may take this part of a step in any case: where answers alone take longer than the target, they go on too."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepShape:
+    """What decides how long a step takes. context_reads: the sum over rows of tokens times the positions each looks at
+    on average."""
+
+    rows: int
+    tokens: int
+    context_reads: float
+
+    def __add__(self, other: StepShape) -> StepShape:
+        return StepShape(
+            rows=self.rows + other.rows,
+            tokens=self.tokens + other.tokens,
+            context_reads=self.context_reads + other.context_reads,
+        )
+
+
+def shape_of_row(start: int, tokens: int) -> StepShape:
+    """A row of positions [start, start + tokens)."""
+    return StepShape(rows=1, tokens=tokens, context_reads=tokens * (start + tokens / 2))
+
+
+NO_ROWS = StepShape(rows=0, tokens=0, context_reads=0.0)
+
+
+class StepCost(Protocol):
+    def seconds(self, shape: StepShape) -> float:
+        """What such a step is expected to take; 0 where nothing is known yet."""
+        ...
+
+    def note(self, shape: StepShape, seconds: float) -> None:
+        """A step took so long."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FixedCost:
+    """A known line: seconds for a step, for each row, token and position read. It learns nothing."""
+
+    step_s: float
+    row_s: float
+    token_s: float
+    read_s: float
+
+    def seconds(self, shape: StepShape) -> float:
+        return self.step_s + self.row_s * shape.rows + self.token_s * shape.tokens + self.read_s * shape.context_reads
+
+    def note(self, shape: StepShape, seconds: float) -> None:
+        pass
+
+
+class FittedCost:
+    """The same line, fitted to the steps as they are measured.
+
+    Recursive least squares with forgetting (Haykin, Adaptive Filter Theory, chapter on RLS) of relative errors: each
+    step counts with 1 / its seconds, so that short ones are predicted as well as long ones. Coefficients below zero
+    make no sense and count as zero. Owner: Scheduler.
+    """
+
+    FORGET = 0.995
+    FIRST_VARIANCE = 1e4
+    LEAST_STEPS = 8
+    SCALES = np.array([1e-2, 1e-3, 1e-3, 1e-6])
+    """About the size of the coefficients, in s: so that one prior does for all."""
+
+    def __init__(self) -> None:
+        self._weights = np.zeros(4)
+        self._covariance = np.eye(4) * self.FIRST_VARIANCE
+        self._steps = 0
+
+    def __repr__(self) -> str:
+        step_s, row_s, token_s, read_s = self._weights * self.SCALES
+        return f"<FittedCost {step_s:.2g} + {row_s:.2g} rows + {token_s:.2g} tokens + {read_s:.2g} reads>"
+
+    @property
+    def line(self) -> FixedCost:
+        step_s, row_s, token_s, read_s = (max(0.0, float(each)) for each in self._weights * self.SCALES)
+        return FixedCost(step_s=step_s, row_s=row_s, token_s=token_s, read_s=read_s)
+
+    def seconds(self, shape: StepShape) -> float:
+        return self.line.seconds(shape) if self._steps >= self.LEAST_STEPS else 0.0
+
+    def note(self, shape: StepShape, seconds: float) -> None:
+        if seconds <= 0:
+            return
+        inputs = np.array([1.0, shape.rows, shape.tokens, shape.context_reads]) * self.SCALES / seconds
+        gain = self._covariance @ inputs / (self.FORGET + inputs @ self._covariance @ inputs)
+        self._weights = self._weights + gain * (1.0 - inputs @ self._weights)
+        covariance = (self._covariance - np.outer(gain, inputs @ self._covariance)) / self.FORGET
+        # What is not excited must not be forgotten without end.
+        self._covariance = (covariance + covariance.T) / 2 if np.trace(covariance) < 1e8 else np.eye(4)
+        self._steps += 1
+
+
+class ChunkSizer:
+    """How many prompt tokens may join a step in which others decode: as many as keep it within a target, in sizes of a
+    page times a power of two, so that few different shapes are run, and with hysteresis.
+
+    Owner: Scheduler.
+    """
+
+    def __init__(self, cost: StepCost, *, target_s: float, page_tokens: int, most_tokens: int) -> None:
+        """target_s: 0 for no bound."""
+        self._cost = cost
+        self._target_s = target_s
+        sizes = [min(most_tokens, page_tokens)]
+        while sizes[-1] < most_tokens:
+            sizes.append(min(most_tokens, 2 * sizes[-1]))
+        self._sizes = sizes
+        self._at = len(sizes) - 1
+
+    @property
+    def cost(self) -> StepCost:
+        return self._cost
+
+    def tokens(self, decoding: StepShape, start: int) -> int:
+        """With these rows that decode, of a prompt that is computed up to `start`."""
+        if not self._target_s or not decoding.rows:
+            return self._sizes[-1]
+        alone_s = self._cost.seconds(decoding)
+        target_s = max(self._target_s, alone_s / (1 - LEAST_SHARE))
+
+        def fits(at: int, share: float) -> bool:
+            return self._cost.seconds(decoding + shape_of_row(start, self._sizes[at])) <= share * target_s
+
+        while self._at > 0 and not fits(self._at, 1.0):
+            self._at -= 1
+        while self._at + 1 < len(self._sizes) and fits(self._at + 1, MOST_GROWTH):
+            self._at += 1
+        return self._sizes[self._at]
