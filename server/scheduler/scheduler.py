@@ -95,11 +95,14 @@ class Scheduler:
         context_tokens: int,
         on_end: Callable[[RequestId, RequestFacts], None] = lambda _id, _facts: None,
         cost: StepCost | None = None,
+        prefix_of: Callable[[Sequence], Prefix | None] | None = None,
     ) -> None:
-        """cost: how long steps take; by default learned as they are measured."""
+        """cost: how long steps take; by default learned as they are measured. prefix_of: how the cache knows what is
+        known of a sequence; by default from its tokens and its request's hints."""
         self._config = config
         self._cache = cache
         self._on_end = on_end
+        self._prefix_of = prefix_of if prefix_of is not None else self._prefix
         self._policy = POLICIES[config.policy]
         cache.waiting.counts_saved = self._policy.counts_cached
         self._chunk_tokens = min(config.prefill_chunk_tokens, config.step_token_budget)
@@ -592,7 +595,7 @@ class Scheduler:
 
     def _enqueue(self, sequence: Sequence) -> None:
         request = sequence.request
-        sequence.prefix = self._prefix(sequence)
+        sequence.prefix = self._prefix_of(sequence)
         self._cache.expect(
             sequence.id, self._rank(sequence, sequence.known_tokens), sequence.prefix, queue=request.client
         )
