@@ -634,6 +634,11 @@ Examples:
 """
 
 
+def as_text(value: Any) -> str:
+    """A setting as it is written on the command line."""
+    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
 def help_text(width: int = 100) -> str:
     """`twinpane serve --help`: the table, grouped, with each setting's default and variable."""
     lines = ["usage: twinpane serve [MODEL] [flags]", "", "Serve MODEL over an OpenAI-compatible HTTP API.", ""]
@@ -642,7 +647,7 @@ def help_text(width: int = 100) -> str:
         for each in flags:
             metavar = f"{each.kind.metavar} ..." if each.kind.several else each.kind.metavar
             default = default_of(each)
-            shown = "" if default in (None, ()) else f" [{default}]"
+            shown = "" if default in (None, ()) else f" [{as_text(default)}]"
             lines.append(f"  {', '.join(each.names)} {metavar}")
             switches = [name for name, (known, _) in SWITCHES.items() if known in each.names]
             also = f"; also {', '.join(switches)}" if switches else ""

@@ -16,6 +16,7 @@ from server.config import (
     ModelConfig,
     SchedulerConfig,
     ServeConfig,
+    as_text,
     help_text,
     read_config,
 )
@@ -42,6 +43,11 @@ CASES: dict[str, tuple[str, Any, str | None]] = {
     "--max-num-batched-tokens": ("8k", 8_000, "-5"),
     "--long-prefill-token-threshold": ("256", 256, "2.5"),
     "--max-num-queued-reqs": ("0", 0, "-1"),
+    "--max-num-queued-tokens": ("4M", 4 << 20, "0"),
+    "--request-timeout": ("90", 90.0, "-1"),
+    "--scheduling-policy": ("fcfs", "fcfs", "lottery"),
+    "--length-lanes": ("32K,1M", (32 << 10, 1 << 20), "1M,32K"),
+    "--target-itl-ms": ("50", 50.0, "-1"),
     "--forgiven-tokens-per-s": ("100", 100.0, "0"),
     "--prefix-caching": ("off", "off", "maybe"),
     "--host": ("::1", "::1", ""),
@@ -104,7 +110,7 @@ def test_a_variable_changes_exactly_its_field_and_the_command_line_wins(flag: An
     assert changed(read_config([], {flag.env: f" {text} "})) == {path_of(flag): value}
     assert changed(read_config([], {flag.env: ""})) == {}
     if default not in (None, ()):
-        assert changed(read_config([flag.names[0], str(default)], {flag.env: text})) == {}
+        assert changed(read_config([flag.names[0], as_text(default)], {flag.env: text})) == {}
 
 
 @pytest.mark.parametrize("flag", [flag for flag in FLAGS if CASES[flag.names[0]][2] is not None], ids=lambda f: f.env)
