@@ -6,13 +6,11 @@ import heapq
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-import numpy as np
-
-from server.cache.kv_cache import CachePolicy, KVCache, Prefix
-from server.cache.prefix_tree import Keys
+from server.cache.kv_cache import CachePolicy, KVCache
 from server.cache.retention import Ending
 from server.config import KVLayout
 from server.rebuild import RebuildShape
+from server.simulator.prompts import Prompts
 from server.simulator.trace import Request, Trace
 from server.step import SequenceId, SlotId
 
@@ -45,20 +43,17 @@ class Replayed:
 
 class Replay:
     """One pass over a trace. A request's prompt is computed when it arrives and its pages are held for held_s; if there
-    is no room, it waits for those that run. Prompts are kept as cache, replies are not: the trace does not tell whether
-    they come back as they were."""
+    is no room, it waits for those that run."""
 
     def __init__(
         self, trace: Trace, layout: KVLayout, rebuild: RebuildShape, policy: CachePolicy, *, chunk_tokens: int
     ) -> None:
-        assert trace.block_tokens % layout.page_tokens == 0
         self._trace = trace
+        self._prompts = Prompts(trace, layout.page_tokens)
         self._cache = KVCache(layout, rebuild=rebuild, policy=policy)
-        self._pages_per_block = trace.block_tokens // layout.page_tokens
         self._chunk_tokens = chunk_tokens
         self._running: list[tuple[float, int, str | None]] = []
         self._now_s = 0.0
-        self._turns: list[int] = []
         self.result = Replayed()
 
     @property
@@ -81,7 +76,7 @@ class Replay:
     def _serve(self, request: Request) -> None:
         cache, result = self._cache, self.result
         sequence = SequenceId(request.index)
-        prefix = self._prefix(request)
+        prefix = self._prompts.prefix(request)
         result.requests += 1
         result.prompt_tokens += request.input_tokens
         result.equal_tokens += cache.known_pages(prefix) * cache.layout.page_tokens
@@ -112,28 +107,3 @@ class Replay:
     def _end_first(self) -> None:
         end_s, index, stop = heapq.heappop(self._running)
         self._cache.close(SequenceId(index), None, end_s, ENDINGS.get(stop or "", Ending.UNKNOWN))
-
-    def _turn(self, request: Request) -> tuple[int, int]:
-        """Which turn it is, and how many tokens it adds: a server counts the turns in the prompt; here it goes on from
-        the prompt whose blocks it has all of."""
-        self._turns.append(self._turns[request.source] + 1 if self._trace.goes_on(request) else 1)
-        return self._turns[-1], request.input_tokens - request.shared_blocks * self._trace.block_tokens
-
-    def _prefix(self, request: Request) -> Prefix:
-        blocks = request.blocks
-        each = np.arange(self._pages_per_block, dtype=np.int64)
-        pages = (blocks[:, None] * self._pages_per_block + each).reshape(-1, 1)
-
-        def keys(first: int, stop: int) -> Keys:
-            return pages[first:stop]
-
-        turn, added_tokens = self._turn(request)
-        resumable = max(0, min(len(pages), (request.input_tokens - 1) // self._cache.layout.page_tokens))
-        return Prefix(
-            keys=keys,
-            pages=len(pages),
-            resumable=resumable,
-            kept_pages=len(pages),
-            turn=turn,
-            added_tokens=added_tokens,
-        )

@@ -41,7 +41,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "server.healthcheck": WORDS,
     # Port and files are checked before torch is imported, so the command line calls these two itself.
     "server.__main__": WORDS | {"server.assemble", "server.api", "server.model", "server.simulator"},
-    "server.simulator": WORDS | {"server.cache", "server.model"},
+    "server.simulator": WORDS | {"server.cache", "server.model", "server.scheduler"},
 }
 """Room -> rooms whose modules it may import; its own are always allowed. server.assemble may import everything."""
 
