@@ -91,6 +91,8 @@ class HttpConfig:
     max_choices: int = 128
     health_timeout_s: float = 60.0
     log_level: str = "info"
+    overload_status: int = 429
+    admin_api_key: str | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         check_branch(self, "http")
@@ -266,6 +268,14 @@ COUNTS = Kind(
     parse=lambda text: tuple(parse_count(each) for each in re.split(r"[,\s]+", text.strip()) if each),
     check=check_ascending,
 )
+
+
+def check_overload_status(value: int) -> None:
+    if value not in (429, 503):
+        raise ValueError(f"{value} is not one of 429, 503")
+
+
+OVERLOAD_STATUS = Kind(metavar="{429,503}", parse=parse_count, check=check_overload_status)
 FRACTION = Kind(metavar="F", parse=parse_number, check=check_fraction)
 JSON_OBJECT = Kind(metavar="JSON", parse=str, check=check_json_object)
 SOCKET_PATH = Kind(metavar="PATH", parse=str, check=check_socket_path)
@@ -478,6 +488,19 @@ GROUPS: Mapping[str, tuple[Flag, ...]] = {
             "http.health_timeout_s",
             number("S", least=0.1),
             "/health fails when the engine has work and made no progress for this long",
+        ),
+        flag(
+            "--overload-status",
+            "http.overload_status",
+            OVERLOAD_STATUS,
+            "how a full queue is answered; 503 is for routers that try another server on it only",
+        ),
+        flag(
+            "--admin-api-key",
+            "http.admin_api_key",
+            string("KEY"),
+            "who sends it (Bearer or x-api-key) may flush the cache and look at requests; better given as "
+            "TWINPANE_ADMIN_API_KEY, which other users of the machine cannot see",
         ),
         flag(
             "--log-level", "http.log_level", choice("debug", "info", "warning", "error", "critical"), "how much to log"

@@ -9,7 +9,7 @@ import logging
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,7 +17,7 @@ from typing import Protocol, TypeVar
 
 from server.errors import BadRequest, EngineFailed, TwinpaneError, Unavailable
 from server.metrics import RequestFacts, StepFacts
-from server.request import EngineHealth, EngineLimits, EngineState, GenerationRequest, RequestId
+from server.request import EngineHealth, EngineLimits, EngineState, GenerationRequest, RequestId, TimelineEvent
 from server.scheduler.pace import Pace
 from server.scheduler.scheduler import Scheduler
 from server.step import RowPlan, RowResult, StepInterrupted, StepPlan, StepResult
@@ -159,6 +159,9 @@ class InferenceEngine:
         return EngineHealth(
             state=self._state, running=self._scheduler.running, waiting=self._scheduler.waiting, idle_s=idle_s
         )
+
+    def timelines(self, name: str) -> Mapping[RequestId, Sequence[TimelineEvent]]:
+        return self._scheduler.timelines.of(name)
 
     def begin_drain(self) -> None:
         if self._state in (EngineState.LOADING, EngineState.READY):

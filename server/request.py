@@ -6,7 +6,7 @@ choice, and what a client sees is the sequence of `Event`s those streams emit.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, NewType, Protocol
@@ -264,6 +264,15 @@ class EngineHealth:
     idle_s: float
 
 
+@dataclass(frozen=True, slots=True)
+class TimelineEvent:
+    """Something that happened to a request: at_s on the engine's clock; facts are numbers and words, ready for JSON."""
+
+    at_s: float
+    what: str
+    facts: Mapping[str, float | str]
+
+
 class Engine(Protocol):
     """What the HTTP layer sees of the engine. Every method is synchronous, never blocks, and is called on the loop."""
 
@@ -293,6 +302,10 @@ class Engine(Protocol):
         ...
 
     def health(self) -> EngineHealth: ...
+
+    def timelines(self, name: str) -> Mapping[RequestId, Sequence[TimelineEvent]]:
+        """What happened to a client's requests of this name, as far as it is remembered."""
+        ...
 
     def begin_drain(self) -> None:
         """Refuse new requests from now on; what was accepted runs to its end."""

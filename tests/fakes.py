@@ -37,6 +37,7 @@ from server.request import (
     SamplingDefaults,
     StopRules,
     TextDelta,
+    TimelineEvent,
 )
 
 T = TypeVar("T")
@@ -284,6 +285,7 @@ class FakeEngine:
         self.cancelled: list[RequestId] = []
         self.steps = 0
         self.flushes = 0
+        self.events: list[TimelineEvent] = []
         self.cached_tokens = 0
         self._limits = EngineLimits(context_tokens=context_tokens, vocab_size=vocab_size)
         self._clock = clock
@@ -351,6 +353,9 @@ class FakeEngine:
 
     def health(self) -> EngineHealth:
         return EngineHealth(state=self.state, running=len(self._live), waiting=self.waiting, idle_s=self.idle_s)
+
+    def timelines(self, name: str) -> dict[RequestId, list[TimelineEvent]]:
+        return {RequestId(f"{name}#0"): self.events} if self.events and name == "known" else {}
 
     def begin_drain(self) -> None:
         if self.state is EngineState.READY:

@@ -13,6 +13,7 @@ from server.metrics import RequestFacts, StepFacts
 from server.rebuild import RebuildShape
 from server.request import GenerationRequest, PrefixHints, RequestId, SamplingParams, StopRules
 from server.scheduler.scheduler import Scheduler
+from server.scheduler.step_cost import StepCost
 from server.step import PageKind, SequenceId, StepPlan, StepResult
 from tests.fake_device import CollectedOutput, PagesInFlight
 
@@ -60,7 +61,9 @@ class House:
         eager: bool = False,
         prefix_caching: bool = False,
         rebuild: RebuildShape | None = None,
-        **config: int,
+        cost: StepCost | None = None,
+        scheduler: type[Scheduler] | None = None,
+        **config: Any,
     ) -> None:
         self.layout = layout
         self.device = device
@@ -70,11 +73,12 @@ class House:
         self.in_flight: deque[tuple[StepPlan, StepResult | None]] = deque()
         self.cache = KVCache(layout, rebuild=rebuild)
         self.ended: dict[RequestId, RequestFacts] = {}
-        self.scheduler = WatchedScheduler(
+        self.scheduler = (scheduler or WatchedScheduler)(
             SchedulerConfig(prefix_caching="on" if prefix_caching else "off", **config),
             self.cache,
             context_tokens=context_tokens,
             on_end=self._ended,
+            cost=cost,
         )
         self.now = 0.0
         self.preemptions = 0
@@ -93,6 +97,7 @@ class House:
         min_tokens: int = 0,
         priority: int = 0,
         hints: PrefixHints | None = None,
+        client: str | None = None,
     ) -> RequestId:
         request_id = RequestId(name)
         stop = StopRules(max_tokens=outputs, min_tokens=min_tokens, stop_token_ids=stop_token_ids)
@@ -107,6 +112,7 @@ class House:
                 arrival_s=self.now,
                 priority=priority,
                 hints=hints,
+                client=client,
             )
         )
         self.prompts[request_id] = tuple(prompt)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 
 import orjson
@@ -35,8 +37,8 @@ from server.api.logprobs import ChatReport, LegacyReport, NoReport
 from server.api.parse_chat import parse_chat
 from server.api.parse_completion import CompletionRequest, parse_completion
 from server.api.parse_sampling import Border, Generation, model_name
-from server.errors import Overloaded, TooLong, TwinpaneError, Unavailable
-from server.request import Conversation, EngineState, PrefixHints
+from server.errors import Overloaded, RequestTimeout, TooLong, TwinpaneError, Unavailable
+from server.request import Conversation, EngineState, PrefixHints, TimelineEvent
 
 logger = logging.getLogger("twinpane.api")
 T = TypeVar("T")
@@ -89,6 +91,7 @@ class Api:
                 self._route("/flush_cache", "POST", self._flush_cache),
                 self._route("/flush_cache", "GET", self._flush_cache),
                 self._route("/reset_prefix_cache", "POST", self._flush_cache),
+                self._route("/debug/requests/{id:path}", "GET", self._timeline),
                 self._route("/", "GET", self._root),
             ],
             default=_no_route,
@@ -130,7 +133,9 @@ class Api:
         if isinstance(error, HTTPException):
             error = _routing_refusal(call, error)
         wire = wire_error(error, request_id=call.request_id)
-        if wire.status >= 500 and not isinstance(error, Unavailable):
+        if isinstance(error, Overloaded):
+            wire = replace(wire, status=self._ctx.http.overload_status)
+        elif wire.status >= 500 and not isinstance(error, (Unavailable, RequestTimeout)):
             logger.error("event=internal_error request_id=%s", call.request_id, exc_info=error)
         if isinstance(error, (Overloaded, Unavailable, TooLong)) and wire.code is not None:
             self._ctx.metrics.rejected(wire.code)
@@ -317,6 +322,8 @@ class Api:
 
     async def _flush_cache(self, call: Call) -> None:
         """Between two runs of a benchmark, say. What runs now would bring it back at once, so it must be over."""
+        if self._ctx.http.admin_api_key is not None:
+            self._check_admin(call)
         if not self._ctx.engine.flush_cache():
             health = self._ctx.engine.health()
             raise HttpRefusal(
@@ -327,8 +334,40 @@ class Api:
             )
         await call.respond(200, b'{"flushed":true}')
 
+    async def _timeline(self, call: Call) -> None:
+        """What happened to a request, by the x-request-id of its answer, times in seconds from its arrival."""
+        self._check_admin(call)
+        name = call.path.removeprefix("/debug/requests/")
+        found = self._ctx.engine.timelines(name)
+        if not found:
+            raise HttpRefusal(
+                f"No request {name[:256]!r} is remembered here: ids are those of the x-request-id header of answers, "
+                "and the oldest are forgotten.",
+                status=404,
+                code="request_not_found",
+            )
+        await call.respond(200, orjson.dumps({"id": name, "requests": [_shown(events) for events in found.values()]}))
+
+    def _check_admin(self, call: Call) -> None:
+        """Raise unless the call brings the admin key."""
+        wanted = self._ctx.http.admin_api_key
+        if wanted is None:
+            raise HttpRefusal(
+                "This route is for the server's administrator: start the server with --admin-api-key to use it.",
+                status=403,
+                code="admin_key_not_set",
+            )
+        sent = call.headers.get(b"x-api-key") or call.headers.get(b"authorization", b"").removeprefix(b"Bearer ")
+        if not secrets.compare_digest(sent, wanted.encode()):
+            raise HttpRefusal("This route needs the server's admin key.", status=401, code="invalid_api_key")
+
     async def _root(self, call: Call) -> None:
         await call.respond(200, b'{"server":"twinpane"}')
+
+
+def _shown(events: Sequence[TimelineEvent]) -> list[dict[str, float | str]]:
+    start_s = events[0].at_s if events else 0.0
+    return [{"at_s": round(each.at_s - start_s, 6), "event": each.what, **each.facts} for each in events]
 
 
 async def _in_thread(executor: ThreadPoolExecutor, work: Callable[[], T]) -> T:

@@ -30,14 +30,10 @@ def _short(tokens: int) -> str:
 
 def share(budget: int, wanted: Sequence[int]) -> list[int]:
     """Divide a budget so that nobody gets more than it wants, what one leaves goes to the others in equal parts, and
-    all of it is given while anybody wants more (max-min fairness). Of what cannot be divided, the first get more."""
+    all of it is given while anybody wants more (max-min fairness). Parts differ by one where they cannot be equal."""
     given = [0] * len(wanted)
-    open_lanes = [lane for lane, tokens in enumerate(wanted) if tokens > 0]
-    while budget > 0 and open_lanes:
-        part, rest = divmod(budget, len(open_lanes))
-        for rank, lane in enumerate(open_lanes):
-            more = min(part + (rank < rest), wanted[lane] - given[lane])
-            given[lane] += more
-            budget -= more
-        open_lanes = [lane for lane in open_lanes if wanted[lane] > given[lane]]
+    modest_first = sorted(range(len(wanted)), key=lambda lane: wanted[lane])
+    for rank, lane in enumerate(modest_first):
+        given[lane] = min(wanted[lane], budget // (len(wanted) - rank))
+        budget -= given[lane]
     return given

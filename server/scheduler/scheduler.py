@@ -24,6 +24,7 @@ from server.scheduler.priority import POLICIES
 from server.scheduler.queue_limits import DrainRate, FairShares
 from server.scheduler.sequence import Sequence
 from server.scheduler.step_cost import NO_ROWS, ChunkSizer, FittedCost, StepCost, shape_of_row
+from server.scheduler.timeline import Timelines
 from server.step import (
     PageKind,
     PageMove,
@@ -120,6 +121,7 @@ class Scheduler:
         self._queued_tokens = 0
         self._queued_in_lane = [0] * (len(config.lane_tokens) + 1)
         self._shares = FairShares()
+        self.timelines = Timelines()
         self._drain = DrainRate()
         self._free_slots = list(range(config.max_sequences - 1, -1, -1))
         self._sequence_ids = itertools.count()
@@ -164,12 +166,13 @@ class Scheduler:
         self.check_room(request.arrival_s, choices=choices, tokens=prompt_tokens * choices, client=request.client)
         accepted = _Accepted(request=request, live={})
         self._requests[request.request_id] = accepted
+        self.timelines.begin(request.request_id)
         for choice, output in enumerate(request.outputs):
             sequence = Sequence(id=SequenceId(next(self._sequence_ids)), choice=choice, request=request, output=output)
             accepted.live[sequence.id] = sequence
             self._sequences[sequence.id] = sequence
             self._shares.arrived(request.client, request.arrival_s)
-            self._enqueue(sequence)
+            self._enqueue(sequence, request.arrival_s)
         if self._config.request_timeout_s:
             self._deadlines.append((request.arrival_s + self._config.request_timeout_s, request.request_id))
 
@@ -303,6 +306,7 @@ class Scheduler:
             self._shares.served(sequence.request.client, stop - row.start)
             if row.start < len(sequence.request.prompt_tokens):
                 chunks.append(stop - row.start)
+                self._note(sequence, now, "computed", start=row.start, tokens=stop - row.start, step_s=result.device_s)
             prompt += sequence.advance(stop)
             self._cache.commit(sequence.id, stop, now)
             if row.samples:
@@ -536,6 +540,8 @@ class Scheduler:
             accepted.started_s, accepted.cached_tokens = now, int(resume.saved_tokens)
             _guarded(partial(request.on_admitted, accepted.cached_tokens))
         building.opened.append(sequence.opening())
+        rebuilt = resume.cached_tokens - resume.start
+        self._note(sequence, now, "matched", cached_tokens=resume.cached_tokens, rebuilt_tokens=rebuilt)
 
     def _fits(self, sequence: Sequence) -> bool:
         """A sequence is admitted only if everything it knows fits beside what the running ones still need, each with
@@ -593,7 +599,7 @@ class Scheduler:
         assert first is not None, "whose turn it is waits"
         return self._sequences[first[0]], first[1]
 
-    def _enqueue(self, sequence: Sequence) -> None:
+    def _enqueue(self, sequence: Sequence, now: float) -> None:
         request = sequence.request
         sequence.prefix = self._prefix_of(sequence)
         self._cache.expect(
@@ -603,6 +609,7 @@ class Scheduler:
         sequence.lane = lane_of(effective, self._config.lane_tokens)
         self._queued_tokens += sequence.known_tokens
         self._queued_in_lane[sequence.lane] += 1
+        self._note(sequence, now, "queued", tokens=sequence.known_tokens, lane=sequence.lane)
 
     def _leave_queue(self, sequence: Sequence) -> None:
         self._cache.waiting.remove(sequence.id)
@@ -634,7 +641,8 @@ class Scheduler:
         self._stop_running(sequence, now, Ending.UNKNOWN)
         sequence.computed_tokens = sequence.planned_tokens = 0
         self._shares.preempted(sequence.request.client)
-        self._enqueue(sequence)
+        self._note(sequence, now, "preempted")
+        self._enqueue(sequence, now)
         self._preemptions += 1
 
     def _stop_running(self, sequence: Sequence, now: float, ending: Ending) -> None:
@@ -647,6 +655,8 @@ class Scheduler:
     def _deliver(self, sequence: Sequence, token: SampledToken, now: float) -> None:
         request_id = sequence.request.request_id
         accepted = self._requests[request_id]
+        if not sequence.output_tokens:
+            self._note(sequence, now, "first_token")
         if accepted.first_token_s is None:
             accepted.first_token_s = now
         accepted.output_tokens += 1
@@ -678,8 +688,12 @@ class Scheduler:
         del self._requests[accepted.request.request_id]
         self._report_end(accepted, outcome, now)
 
+    def _note(self, sequence: Sequence, now: float, what: str, **facts: float | str) -> None:
+        self.timelines.note(sequence.request.request_id, now, what, choice=sequence.choice, **facts)
+
     def _report_end(self, accepted: _Accepted, outcome: str, now: float) -> None:
         request = accepted.request
+        self.timelines.note(request.request_id, now, "ended", outcome=outcome, output_tokens=accepted.output_tokens)
         started, first = accepted.started_s, accepted.first_token_s
         self._on_end(
             request.request_id,

@@ -43,6 +43,8 @@ CASES: dict[str, tuple[str, Any, str | None]] = {
     "--max-num-batched-tokens": ("8k", 8_000, "-5"),
     "--long-prefill-token-threshold": ("256", 256, "2.5"),
     "--max-num-queued-reqs": ("0", 0, "-1"),
+    "--overload-status": ("503", 503, "500"),
+    "--admin-api-key": ("secret", "secret", ""),
     "--max-num-queued-tokens": ("4M", 4 << 20, "0"),
     "--request-timeout": ("90", 90.0, "-1"),
     "--scheduling-policy": ("fcfs", "fcfs", "lottery"),

@@ -1,0 +1,260 @@
+"""Many plans of random traffic, each looked at: what a step may hold, who goes before whom, and that it goes on."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from server.config import KVLayout
+from server.errors import Overloaded, RequestTimeout
+from server.rebuild import shape_of
+from server.request import RequestId, SampledToken
+from server.scheduler.priority import POLICIES
+from server.scheduler.scheduler import Scheduler
+from server.scheduler.step_cost import FixedCost
+from server.step import RowResult, SequenceId, StepPlan, StepResult
+from tests.house import House
+from tests.scheduler.test_scheduler import layout
+
+PLANS = 2_600
+"""Of each of 20 lives: more than 50,000 in all."""
+
+
+class Dice:
+    """A device that computes nothing and samples anything."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self.rng = rng
+
+    def run(self, plan: StepPlan, begun: Callable[[], None] = lambda: None) -> StepResult:
+        begun()
+        token = SampledToken(token_id=self.rng.randrange(3))
+        rows = tuple(RowResult(token=token if row.samples else None) for row in plan.rows)
+        return StepResult(step_id=plan.step_id, rows=rows, device_s=0.01)
+
+    def check(self) -> None:
+        pass
+
+    def interrupt(self) -> None:
+        pass
+
+
+def house_of(cut: KVLayout, rng: random.Random, **settings: Any) -> House:
+    return House(cut, Dice(rng), **settings)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("seed", range(5))
+def test_random_plans_lose_nobody_run_nobody_twice_keep_to_their_budget_and_go_on(seed: int, policy: str) -> None:
+    rng = random.Random(f"{seed} {policy}")
+    cut = layout(
+        slabs=rng.choice([12, 30, 80]),
+        page_tokens=rng.choice([1, 4, 16]),
+        window_tokens=rng.choice([1, 7, 33]),
+        window=rng.choice([0, 5, 5]),
+    )
+    settings: dict[str, Any] = {
+        "max_sequences": rng.choice([1, 4, 9]),
+        "prefill_chunk_tokens": rng.choice([3, 16, 64]),
+        "step_token_budget": rng.choice([5, 24, 100]),
+        "max_queued_requests": 12,
+        "lane_tokens": rng.choice([(), (20,), (10, 40, 90)]),
+        "target_itl_ms": rng.choice([0.0, 15.0, 40.0]),
+        "request_timeout_s": rng.choice([0.0, 3.0]),
+        "policy": policy,
+    }
+    house = house_of(
+        cut,
+        rng,
+        prefix_caching=rng.random() < 0.7,
+        rebuild=shape_of((False, True, True), window_tokens=cut.window_tokens, mtp_layers=0),
+        cost=FixedCost(step_s=0.005, row_s=0.001, token_s=0.0005, read_s=1e-6),
+        **settings,
+    )
+    scheduler, capacity = house.scheduler, house.scheduler.context_tokens
+    if capacity < 8:
+        pytest.skip("nothing fits this arena")
+    talks: list[tuple[int, ...]] = [()]
+    seen: Counter[str] = Counter()
+    submitted: set[RequestId] = set()
+    least_retry_s = [1.0]
+
+    def arrive() -> None:
+        talk = rng.choice(talks[-6:])
+        prompt = talk[: rng.choice([len(talk), rng.randint(0, len(talk))])]
+        prompt += tuple(rng.choices(range(3), k=rng.randint(1, max(1, capacity // rng.choice([3, 8, 20])))))
+        prompt = prompt[: capacity - 1]
+        try:
+            submitted.add(
+                house.submit(
+                    *(f"r{len(submitted) + seen['refused']}", prompt),
+                    outputs=rng.randint(1, max(1, min(25, capacity - len(prompt)))),
+                    choices=rng.choice([1, 1, 1, 2]),
+                    priority=rng.choice([0, 0, 0, -1, 2]),
+                    client=rng.choice([None, "key", "other"]),
+                )
+            )
+            talks.append(prompt)
+        except Overloaded as refusal:
+            seen["refused"] += 1
+            least_retry_s.append(refusal.retry_after_s)
+
+    def look(plan: StepPlan) -> None:
+        rows = Counter(row.sequence for row in plan.rows)
+        assert max(rows.values(), default=1) == 1, "a sequence has two rows in one step"
+        assert sum(row.stop - row.start for row in plan.rows) <= settings["step_token_budget"]
+        assert all(0 < row.stop - row.start <= settings["prefill_chunk_tokens"] for row in plan.rows)
+        assert plan.rows or plan.moves or plan.opened
+        seen["plans"] += 1
+
+    while seen["plans"] < PLANS:
+        for _ in range(rng.choice([0, 0, 1, 2])):
+            arrive()
+        if submitted and rng.random() < 0.05:
+            scheduler.cancel(rng.choice(sorted(submitted)), house.now)
+        waiting = not scheduler.idle
+        went_on = house.step(before=look)
+        assert went_on or not waiting or scheduler.idle, f"nothing is planned: {scheduler!r}"
+        house.now += rng.expovariate(100)
+    house.run()
+    assert set(house.ended) == submitted
+    assert min(least_retry_s) >= 1.0
+    outcomes = Counter(facts.outcome for facts in house.ended.values())
+    assert outcomes["length"]
+    timed_out = [o for each in house.outputs.values() for o in each if isinstance(o.ending, RequestTimeout)]
+    assert bool(timed_out) <= bool(settings["request_timeout_s"])
+    house.assert_empty()
+
+
+class Watched(Scheduler):
+    """Notes for each admission who waited then, and with how much to compute."""
+
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        self.overtaken: list[tuple[float, float]] = []
+        self.admissions = 0
+        """(how much later the other one came, how much later it may have come)"""
+
+    def _admit(self, sequence: Any, saved: float, building: Any) -> None:
+        self.admissions += 1
+        for other in self._sequences.values():
+            if other.slot is None and other is not sequence and other.request.client == sequence.request.client:
+                later_s = sequence.request.arrival_s - other.request.arrival_s
+                effective = other.known_tokens - self._cache.waiting.saved(SequenceId(other.id))
+                if later_s > 0:
+                    self.overtaken.append((later_s, effective / self._config.forgiven_tokens_per_s))
+        super()._admit(sequence, saved, building)
+
+
+@pytest.mark.parametrize("caching", [False, True])
+@pytest.mark.parametrize("seed", range(10))
+def test_nobody_is_overtaken_by_who_comes_later_than_its_work_over_the_rate(seed: int, caching: bool) -> None:
+    """Against somebody who sends short prompts as fast as they are taken, to keep the long ones waiting."""
+    rng = random.Random(seed)
+    house = house_of(
+        layout(slabs=400, page_tokens=4, window_tokens=7),
+        rng,
+        prefix_caching=caching,
+        scheduler=Watched,
+        max_sequences=rng.choice([1, 3]),
+        prefill_chunk_tokens=16,
+        step_token_budget=rng.choice([16, 40]),
+        forgiven_tokens_per_s=rng.choice([50.0, 400.0]),
+        lane_tokens=rng.choice([(), (40, 150)]),
+    )
+    number = 0
+    for _ in range(600):
+        if rng.random() < 0.04 or number == 0:
+            house.submit(f"{number}", tuple(rng.choices(range(3), k=rng.randint(100, 400))), outputs=2)
+            number += 1
+        while house.scheduler.waiting < 4:
+            house.submit(f"{number}", tuple(rng.choices(range(3), k=rng.randint(1, 12))), outputs=rng.randint(1, 6))
+            number += 1
+            house.now += 0.001
+        house.step()
+    watched = house.scheduler
+    assert isinstance(watched, Watched)
+    house.run()
+    assert len(watched.overtaken) > 50, "somebody was overtaken, as little work goes first"
+    assert all(later_s <= may_be_s + 1e-9 for later_s, may_be_s in watched.overtaken)
+
+
+@pytest.mark.parametrize("target_itl_ms", [0.0, 30.0])
+def test_a_short_prompt_waits_for_one_step_at_most_whatever_long_ones_run(target_itl_ms: float) -> None:
+    """Four prompts of a lane above fill each step; the short one joins the next one all the same, and they go on."""
+    rng = random.Random(0)
+    house = house_of(
+        layout(slabs=4_000, page_tokens=4, window_tokens=7),
+        rng,
+        prefill_chunk_tokens=32,
+        step_token_budget=64,
+        lane_tokens=(100,),
+        target_itl_ms=target_itl_ms,
+        cost=FixedCost(step_s=0.005, row_s=0.001, token_s=0.0005, read_s=0.0),
+    )
+    for number in range(4):
+        house.submit(f"long{number}", tuple(rng.choices(range(3), k=2_000)), outputs=2)
+    for _ in range(3):
+        house.step()
+    for number in range(6):
+        short = house.submit(f"short{number}", tuple(rng.choices(range(3), k=10)), outputs=8)
+        before = sum(s.computed_tokens for s in house.scheduler._running.values() if s.lane == 1)
+        house.step()
+        assert house.outputs[short][0].tokens, "its first token comes with the step that follows"
+        after = sum(s.computed_tokens for s in house.scheduler._running.values() if s.lane == 1)
+        assert after > before, "the long ones go on"
+
+
+def test_short_prompts_of_one_lane_pass_long_ones_that_already_run() -> None:
+    rng = random.Random(0)
+    house = house_of(layout(slabs=4_000), rng, prefill_chunk_tokens=32, step_token_budget=64, lane_tokens=())
+    for number in range(4):
+        house.submit(f"long{number}", tuple(rng.choices(range(3), k=2_000)), outputs=2)
+    house.step()
+    short = house.submit("short", tuple(rng.choices(range(3), k=20)), outputs=2)
+    house.step()
+    assert house.outputs[short][0].tokens
+
+
+def test_a_request_that_takes_too_long_ends_with_an_error_wherever_it_is() -> None:
+    rng = random.Random(0)
+    house = house_of(layout(slabs=400), rng, max_sequences=1, request_timeout_s=0.5)
+    running = house.submit("running", (1, 2, 3), outputs=500)
+    waiting = house.submit("waiting", (1, 2, 3), outputs=5)
+    house.run()
+    for request_id in (running, waiting):
+        assert isinstance(house.outputs[request_id][0].ending, RequestTimeout)
+        assert house.ended[request_id].outcome == "error"
+        assert house.ended[request_id].total_s == pytest.approx(0.5, abs=0.02)
+    assert house.outputs[running][0].tokens and not house.outputs[waiting][0].tokens
+    house.assert_empty()
+
+
+def test_prompts_that_wait_are_bounded_in_tokens_but_one_may_always_wait() -> None:
+    rng = random.Random(0)
+    house = house_of(layout(slabs=400), rng, max_sequences=1, max_queued_tokens=100)
+    house.submit("runs", tuple([1] * 10), outputs=5)
+    house.step()
+    house.submit("long", tuple([1] * 300), outputs=1)
+    with pytest.raises(Overloaded, match="300 prompt tokens waiting"):
+        house.submit("more", (1,), outputs=1)
+    house.run()
+    assert set(house.ended) == {"runs", "long"}
+
+
+def test_a_key_that_floods_the_queue_leaves_room_and_turns_to_another() -> None:
+    rng = random.Random(0)
+    house = house_of(layout(slabs=400), rng, max_sequences=1, max_queued_requests=10)
+    for number in range(8):
+        house.submit(f"flood{number}", tuple([1] * 20), outputs=3, client="flood")
+    house.submit("guest0", tuple([2] * 20), outputs=3, client="guest")
+    with pytest.raises(Overloaded, match="This API key already has 8 requests waiting"):
+        house.submit("flood8", tuple([1] * 20), outputs=3, client="flood")
+    house.submit("guest1", tuple([2] * 20), outputs=3, client="guest")
+    house.run()
+    order = list(house.ended)
+    assert max(order.index(RequestId("guest0")), order.index(RequestId("guest1"))) <= 4

@@ -1,0 +1,84 @@
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+
+from server.scheduler.step_cost import NO_ROWS, ChunkSizer, FittedCost, FixedCost, StepShape, shape_of_row
+
+LINE = FixedCost(step_s=0.010, row_s=0.0005, token_s=0.001, read_s=1e-6)
+
+
+def decoding(rows: int, context: int = 1_000) -> StepShape:
+    shape = NO_ROWS
+    for _ in range(rows):
+        shape += shape_of_row(context, 1)
+    return shape
+
+
+def test_a_row_reads_on_average_the_positions_up_to_its_middle() -> None:
+    assert shape_of_row(100, 10).context_reads == pytest.approx(sum(range(100, 110)) + 5, abs=1)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_fitted_line_is_the_one_that_steps_were_made_of(seed: int) -> None:
+    rng = random.Random(seed)
+    fitted = FittedCost()
+    for _ in range(400):
+        shape = decoding(rng.randrange(12), rng.randrange(8_000))
+        if rng.random() < 0.5 or not shape.rows:
+            shape += shape_of_row(rng.randrange(8_000), rng.choice([16, 64, 256, 512]))
+        fitted.note(shape, LINE.seconds(shape) * rng.lognormvariate(0, 0.03))
+    for shape in (decoding(1), decoding(8), decoding(3) + shape_of_row(4_000, 512), shape_of_row(0, 64)):
+        assert fitted.seconds(shape) == pytest.approx(LINE.seconds(shape), rel=0.1)
+
+
+def test_nothing_is_expected_before_a_few_steps_were_seen() -> None:
+    fitted = FittedCost()
+    fitted.note(decoding(1), 0.01)
+    assert fitted.seconds(decoding(1)) == 0.0
+
+
+def test_steps_that_are_all_alike_do_not_make_the_line_run_away() -> None:
+    fitted = FittedCost()
+    rng = random.Random(0)
+    for _ in range(20_000):
+        fitted.note(decoding(2), 0.013 * rng.lognormvariate(0, 0.05))
+    assert fitted.seconds(decoding(2)) == pytest.approx(0.013, rel=0.1)
+    shape = decoding(2) + shape_of_row(0, 512)
+    for _ in range(30):
+        fitted.note(shape, LINE.seconds(shape))
+    assert fitted.seconds(shape) == pytest.approx(LINE.seconds(shape), rel=0.2)
+
+
+def test_a_piece_of_prompt_is_as_large_as_the_target_allows_in_pages_times_a_power_of_two() -> None:
+    for target_ms, tokens in ((25, 16), (45, 16), (60, 32), (100, 64), (200, 128), (2_000, 1_024)):
+        sizer = ChunkSizer(LINE, target_s=target_ms / 1_000, page_tokens=16, most_tokens=1_024)
+        assert sizer.tokens(decoding(2), 0) == tokens, target_ms
+
+
+def test_far_into_a_prompt_the_pieces_become_smaller() -> None:
+    sizer = ChunkSizer(LINE, target_s=0.3, page_tokens=16, most_tokens=1_024)
+    sizes = [sizer.tokens(decoding(1), start) for start in (0, 2_000, 8_000, 100_000)]
+    assert sizes == sorted(sizes, reverse=True) and sizes[0] > sizes[-1]
+
+
+def test_where_nobody_decodes_or_there_is_no_target_a_piece_is_as_large_as_can_be() -> None:
+    assert ChunkSizer(LINE, target_s=0.01, page_tokens=16, most_tokens=700).tokens(NO_ROWS, 0) == 700
+    assert ChunkSizer(LINE, target_s=0.0, page_tokens=16, most_tokens=700).tokens(decoding(3), 0) == 700
+
+
+def test_prompts_have_half_of_a_step_where_answers_alone_take_longer_than_the_target() -> None:
+    slow = FixedCost(step_s=0.2, row_s=0.0, token_s=0.001, read_s=0.0)
+    sizer = ChunkSizer(slow, target_s=0.05, page_tokens=16, most_tokens=1_024)
+    assert sizer.tokens(decoding(1), 0) == 128
+
+
+def test_a_size_is_not_taken_back_and_forth_by_steps_near_the_target() -> None:
+    """At 74 ms for 64 tokens, a target that swings around it changes the size once."""
+    sizes = []
+    sizer = ChunkSizer(LINE, target_s=0.0765, page_tokens=16, most_tokens=64)
+    for number in range(20):
+        sizes.append(sizer.tokens(decoding(1), 900 if number % 2 else 0))
+    assert sum(one != other for one, other in itertools.pairwise(sizes)) <= 1
