@@ -455,6 +455,7 @@ class Scheduler:
             if row.sequence == sequence.id
         ]
         left = [each for each in prompts if each[0].id in self._running and each[0].id not in building.planned]
+        outstanding: PageDemand | None = None
         while building.budget > 0 and self._free_slots and not self._short:
             head = self._head()
             if head is None:
@@ -462,12 +463,17 @@ class Scheduler:
             sequence, saved = head
             parts = [self._part_of_head(sequence, saved), *taken, *(self._part(*each) for each in left)]
             most = self._divide(budget, parts)[0]
-            if not most or not self._fits(sequence):
+            if not most:
+                break
+            if outstanding is None:
+                outstanding = self._outstanding()
+            if not self._fits(sequence, outstanding):
                 break
             self._admit(sequence, saved, building)
             before = building.budget
             if not self._plan_row(sequence, sequence.pending_tokens, building, most):
                 break
+            outstanding += self._missing(sequence)
             taken.append(_Part(sequence.lane, -math.inf, before - building.budget))
         given = self._divide(budget, [*(self._part(*each) for each in left), *taken])
         for (sequence, pending), most in zip(left, given, strict=False):
@@ -543,10 +549,10 @@ class Scheduler:
         rebuilt = resume.cached_tokens - resume.start
         self._note(sequence, now, "matched", cached_tokens=resume.cached_tokens, rebuilt_tokens=rebuilt)
 
-    def _fits(self, sequence: Sequence) -> bool:
+    def _fits(self, sequence: Sequence, outstanding: PageDemand) -> bool:
         """A sequence is admitted only if everything it knows fits beside what the running ones still need, each with
         one page of growth: starting what must be preempted at once would be work for nothing."""
-        demand = self._outstanding() + self._cache.peak_demand(self._with_growth(sequence), self._chunk_tokens)
+        demand = outstanding + self._cache.peak_demand(self._with_growth(sequence), self._chunk_tokens)
         if self._cache.fits(demand):
             return True
         if sequence.prefix is None:
@@ -583,10 +589,13 @@ class Scheduler:
         """What the running sequences will still ask for to compute what they know, and one page more each."""
         demand = NO_PAGES
         for sequence in self._running.values():
-            demand += self._cache.missing_demand(
-                sequence.id, sequence.computed_tokens, self._with_growth(sequence), self._chunk_tokens
-            )
+            demand += self._missing(sequence)
         return demand
+
+    def _missing(self, sequence: Sequence) -> PageDemand:
+        return self._cache.missing_demand(
+            sequence.id, sequence.computed_tokens, self._with_growth(sequence), self._chunk_tokens
+        )
 
     def _with_growth(self, sequence: Sequence) -> int:
         return min(sequence.known_tokens + self._cache.layout.page_tokens, self.context_tokens)

@@ -27,6 +27,10 @@ STEP = StepFacts(
     preemptions=1,
     step_s=0.02,
     token_gaps_s=(0.02, 0.03),
+    chunk_tokens=(30, 7),
+    waiting_by_lane=(1, 1),
+    waits_s=((0, 0.5), (1, 4.0), (0, 0.25)),
+    prefix_matches=13,
 )
 REQUEST = RequestFacts(
     outcome="stop",
@@ -54,7 +58,7 @@ def samples(metrics: Metrics) -> dict[str, float]:
 
 
 def test_facts_come_out_under_both_prefixes() -> None:
-    metrics = Metrics("m")
+    metrics = Metrics("m", lanes=("0-64K", "64K-"))
     metrics.step(STEP)
     metrics.request_ended(REQUEST)
     metrics.request_ended(replace(REQUEST, outcome="abort", first_token_s=None, decode_s=None, output_tokens=0))
@@ -93,6 +97,13 @@ def test_facts_come_out_under_both_prefixes() -> None:
         "request_params_max_tokens_sum": 100,
         "request_params_n_sum": 2,
         "request_prefill_kv_computed_tokens_sum": 80,
+        "queue_depth[('lane', '0-64K')]": 1,
+        "queue_depth[('lane', '64K-')]": 1,
+        "queue_wait_seconds_count[('lane', '0-64K')]": 2,
+        "queue_wait_seconds_sum[('lane', '64K-')]": 4.0,
+        "prefill_chunk_tokens_sum": 37,
+        "prefill_chunk_tokens_count": 2,
+        "queue_prefix_matches_total": 13,
         "metric_faults_total": 0,
     }
     for name, value in expected.items():
