@@ -26,9 +26,10 @@ from tqdm import tqdm
 
 from server.cache.kv_cache import CachePolicy
 from server.simulator.bounds import Prices, clairvoyant, one_pool, unlimited
-from server.simulator.command import BYTES_PER_GB, page_tokens_of
+from server.simulator.command import page_tokens_of
 from server.simulator.models import PRESETS
 from server.simulator.replay import Replay
+from server.simulator.setting import BYTES_PER_GB
 from server.simulator.trace import Trace, read_trace
 
 HERE = Path(__file__).parent

@@ -6,7 +6,6 @@ import argparse
 import json
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +14,15 @@ from tqdm import tqdm
 from server.cache.kv_cache import CachePolicy
 from server.errors import StartupError
 from server.simulator.bounds import Prices, clairvoyant, one_pool, unlimited
-from server.simulator.models import PRESETS, CacheShape, shape_named
+from server.simulator.models import PRESETS, shape_named
 from server.simulator.replay import Replay, Replayed
+from server.simulator.serve_command import EXAMPLES as SERVING_EXAMPLES
+from server.simulator.serve_command import add_serving, check_serving, serve
+from server.simulator.setting import BYTES_PER_GB, Setting
 from server.simulator.trace import Trace, read_trace
 from server.step import PageKind
 
 DEFAULT_PRESET = "mimo-v2.5-pro"
-BYTES_PER_GB = 1e9
 MOST_GB = 100_000
 MOST_PAGE_TOKENS = 128
 CURVE = (0.25, 0.5, 1.0, 2.0, 4.0)
@@ -51,20 +52,10 @@ Examples:
 """
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Setting:
-    """What one run is: the same for every budget."""
-
-    trace: Trace
-    shape: CacheShape
-    page_tokens: int
-    chunk_tokens: int
-    policy: CachePolicy
-
-
 def simulate(arguments: Sequence[str]) -> int:
     """The command. Raises StartupError."""
     options = _parser().parse_args(arguments)
+    check_serving(options)
     if options.plot:
         _check_plot(options.plot)
     trace = read_trace(options.trace, options.limit)
@@ -80,6 +71,9 @@ def simulate(arguments: Sequence[str]) -> int:
             knows_reuse=not options.lru,
         ),
     )
+    if options.serve:
+        print(serve(setting, options))
+        return 0
     report = _report(setting, options.budget_gb, quiet=options.json)
     if options.plot:
         budgets = [options.budget_gb * share for share in CURVE]
@@ -91,7 +85,7 @@ def simulate(arguments: Sequence[str]) -> int:
 def _report(setting: Setting, budget_gb: float, *, quiet: bool) -> dict[str, Any]:
     """Ours, and what it is to be compared with. Rates are from 0 to 1."""
     budget_bytes = budget_gb * BYTES_PER_GB
-    layout = setting.shape.layout(page_tokens=setting.page_tokens, budget_bytes=budget_bytes)
+    layout = setting.layout(budget_gb)
     replay = Replay(setting.trace, layout, setting.shape.rebuild, setting.policy, chunk_tokens=setting.chunk_tokens)
     started = time.perf_counter()
     with tqdm(total=len(setting.trace.requests), desc=f"{budget_gb:g} GB", unit="req", disable=quiet) as bar:
@@ -199,7 +193,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="twinpane simulate",
         description=DESCRIPTION,
-        epilog=EXAMPLES,
+        epilog=f"{EXAMPLES}\n{SERVING_EXAMPLES}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
@@ -212,7 +206,7 @@ def _parser() -> argparse.ArgumentParser:
         help=f"{', '.join(PRESETS)}, or a config.json (default %(default)s)",
     )
     add("--json", action="store_true", help="one object, with hit_rate from 0 to 1, and no progress bar")
-    add("--plot", type=Path, metavar="PATH", help="picture of the hit rate over budgets")
+    add("--plot", type=Path, metavar="PATH", help="picture of the hit rate over budgets; with --serve, of TTFTs")
     add("--limit", type=_count, metavar="N", help="only the first N requests")
     add("--page-tokens", type=_count, metavar="N", help="tokens of a page (default: 128, or a block of the trace)")
     add("--chunk-tokens", type=_count, default=2048, metavar="N", help="prompt tokens of a step (default %(default)s)")
@@ -223,6 +217,7 @@ def _parser() -> argparse.ArgumentParser:
     rules.add_argument("--no-branches", action="store_true", help="no snapshots where paths branch")
     rules.add_argument("--lru", action="store_true", help="the longest unused goes first, whoever it is")
     rules.add_argument("--spacing-tokens", type=_count, metavar="N", help="a snapshot every N tokens, too")
+    add_serving(parser)
     return parser
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -15,29 +13,10 @@ from server.simulator.command import simulate
 from server.simulator.models import PRESETS, shape_named
 from server.simulator.replay import Replay, Replayed
 from server.simulator.trace import Trace, read_trace
+from tests.simulator.traces import Row, random_rows, write_trace
 from tools.train_tiny.config import tiny_config
 
 PRO = PRESETS["mimo-v2.5-pro"]
-Row = tuple[float, int, int, int, int, int, float]  # t_s, src, lcp, n, input, output, api_s
-
-
-def write_trace(path: Path, rows: Sequence[Row], *, block_tokens: int = 128, stop: str = "tool_use") -> Path:
-    lines = [f"# block_size={block_tokens}", "t_s,session,kind,src,lcp,n,input,output,api_s,think_s,stop"]
-    for t, src, lcp, n, given, output, api_s in rows:
-        lines.append(f"{t},s,main,{src},{lcp},{n},{given},{output},{api_s},-1,{stop}")
-    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    return path
-
-
-def random_rows(seed: int, count: int = 60) -> list[Row]:
-    rng = random.Random(seed)
-    rows: list[Row] = []
-    for index in range(count):
-        src = rng.randrange(index) if index and rng.random() < 0.8 else -1
-        lcp = rng.choice([rows[src][3], rng.randint(0, rows[src][3])]) if src >= 0 else 0
-        n = lcp + rng.randint(0, 12)
-        rows.append((index * 2.0, src, lcp, n, n * 128 + rng.randint(1, 127), rng.randint(1, 300), rng.choice([1, 30])))
-    return rows
 
 
 def play(trace: Trace, budget_gb: float, policy: CachePolicy | None = None) -> tuple[Replay, Replayed]:
