@@ -48,7 +48,7 @@ class Model:
 
 MODELS: Mapping[str, Model] = {
     "smollm2-135m": Model(prompt_tokens=6_000, peers=("ours", "vllm")),
-    "gemma3-270m": Model(prompt_tokens=6_000, peers=("ours",), chats_bytes=128 << 20, chat_tokens=200),
+    "gemma3-270m": Model(prompt_tokens=6_000, peers=("ours",), chats_bytes=192 << 20, chat_tokens=200),
     "tiny": Model(prompt_tokens=2_000, peers=("ours",), chats_bytes=8 << 20, chat_tokens=100),
 }
 CHATS, TURNS = 8, 10

@@ -56,7 +56,8 @@ class CacheConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
-    """Who runs next. forgiven_tokens_per_s: how much prefill work one second of waiting forgives. lane_tokens: where
+    """Who runs next. forgiven_tokens_per_s: how much prefill work one second of waiting forgives; None is half of what
+    the device computes in a second. lane_tokens: where
     lanes of prompts begin, by tokens to compute. target_itl_ms: how long a step may take in which answers go on, 0 for
     any time. request_timeout_s 0 is none."""
 
@@ -66,7 +67,7 @@ class SchedulerConfig:
     max_queued_requests: int = 1024
     max_queued_tokens: int = 1 << 24
     policy: str = "uncached-first"
-    forgiven_tokens_per_s: float = 500.0
+    forgiven_tokens_per_s: float | None = None
     lane_tokens: tuple[int, ...] = (64 * 1024, 256 * 1024, 1024 * 1024)
     target_itl_ms: float = 100.0
     request_timeout_s: float = 0.0
@@ -191,12 +192,17 @@ def count(metavar: str, *, least: int, most: int | None = None, optional: tuple[
     return Kind(metavar=metavar, parse=parse, check=check)
 
 
-def number(metavar: str, *, least: float) -> Kind:
-    def check(value: float) -> None:
-        if not (math.isfinite(value) and value >= least):
+def number(metavar: str, *, least: float, optional: tuple[str, ...] = ()) -> Kind:
+    """A finite number from `least` on; the words in `optional` mean None."""
+
+    def parse(text: str) -> float | None:
+        return None if text.lower() in optional else parse_number(text)
+
+    def check(value: float | None) -> None:
+        if value is not None and not (math.isfinite(value) and value >= least):
             raise ValueError(f"{value:g} is not a number of at least {least:g}")
 
-    return Kind(metavar=metavar, parse=parse_number, check=check)
+    return Kind(metavar=metavar, parse=parse, check=check)
 
 
 def choice(*options: str) -> Kind:
@@ -431,8 +437,9 @@ GROUPS: Mapping[str, tuple[Flag, ...]] = {
         flag(
             "--forgiven-tokens-per-s",
             "scheduler.forgiven_tokens_per_s",
-            number("N", least=0.001),
-            "fairness: how many tokens of prompt one second of waiting makes up for",
+            number("N", least=0.001, optional=("auto",)),
+            "fairness: how many tokens of prompt one second of waiting makes up for; auto is half of what is computed in "
+            "a second",
         ),
         flag(
             "--length-lanes",

@@ -40,6 +40,15 @@ from server.step import (
 
 log = logging.getLogger("twinpane.scheduler")
 
+FIRST_RATE = 500.0
+"""Tokens that a second of waiting forgives, before any step was measured."""
+RATE_SHARE = 0.5
+"""Afterwards, this part of what is computed in a second."""
+RATE_STEPS = 32
+RATE_STEP = 1.5
+"""So many steps apart it is looked at, and changed if it would change by this factor."""
+MOST_REKEYED = 256
+
 
 @dataclass(slots=True, kw_only=True)
 class _Accepted:
@@ -114,6 +123,7 @@ class Scheduler:
             page_tokens=cache.layout.page_tokens,
             most_tokens=config.step_token_budget,
         )
+        self._rate = FIRST_RATE if config.forgiven_tokens_per_s is None else config.forgiven_tokens_per_s
         self._requests: dict[RequestId, _Accepted] = {}
         self._sequences: dict[SequenceId, Sequence] = {}
         self._running: dict[SequenceId, Sequence] = {}
@@ -316,6 +326,8 @@ class Scheduler:
                     gaps.append(now - sequence.last_token_s)
                 self._deliver(sequence, outcome.token, now)
         self._sizer.cost.note(shape, result.device_s)
+        if self._config.forgiven_tokens_per_s is None and plan.step_id % RATE_STEPS == 0:
+            self._adapt_rate()
         preemptions, self._preemptions = self._preemptions, 0
         waits, self._waits = self._waits, []
         matches, self._matches = self._cache.waiting.matches - self._matches, self._cache.waiting.matches
@@ -404,7 +416,7 @@ class Scheduler:
         return self._policy.base(
             tokens=math.ceil(tokens),
             arrival_s=request.arrival_s,
-            forgiven_tokens_per_s=self._config.forgiven_tokens_per_s,
+            forgiven_tokens_per_s=self._rate,
             priority=request.priority,
         )
 
@@ -537,7 +549,7 @@ class Scheduler:
         resume = self._cache.open(sequence.id, sequence.slot, sequence.prefix, now)
         sequence.computed_tokens = sequence.planned_tokens = resume.start
         sequence.resumed_at = resume.cached_tokens
-        sequence.key = key
+        sequence.saved_tokens, sequence.key = saved, key
         sequence.lane = lane_of(sequence.known_tokens - resume.saved_tokens, self._config.lane_tokens)
         self._running[sequence.id] = sequence
         accepted = self._requests[request.request_id]
@@ -609,21 +621,38 @@ class Scheduler:
         return self._sequences[first[0]], first[1]
 
     def _enqueue(self, sequence: Sequence, now: float) -> None:
-        request = sequence.request
         sequence.prefix = self._prefix_of(sequence)
-        self._cache.expect(
-            sequence.id, self._rank(sequence, sequence.known_tokens), sequence.prefix, queue=request.client
-        )
+        self._expect(sequence)
         effective = sequence.known_tokens - self._cache.waiting.saved(sequence.id)
         sequence.lane = lane_of(effective, self._config.lane_tokens)
         self._queued_tokens += sequence.known_tokens
         self._queued_in_lane[sequence.lane] += 1
         self._note(sequence, now, "queued", tokens=sequence.known_tokens, lane=sequence.lane)
 
+    def _expect(self, sequence: Sequence) -> None:
+        base = self._rank(sequence, sequence.known_tokens)
+        self._cache.expect(sequence.id, base, sequence.prefix, queue=sequence.request.client)
+
     def _leave_queue(self, sequence: Sequence) -> None:
         self._cache.waiting.remove(sequence.id)
         self._queued_tokens -= sequence.known_tokens
         self._queued_in_lane[sequence.lane] -= 1
+
+    def _adapt_rate(self) -> None:
+        """Waiting forgives as much as is computed in half of that time. Keys with another rate cannot be compared, so
+        all are made anew: only where that is soon done, and where it makes a difference."""
+        piece_s = self._sizer.cost.seconds(shape_of_row(0, self._chunk_tokens))
+        rate = RATE_SHARE * self._chunk_tokens / piece_s if piece_s > 0 else self._rate
+        if 1 / RATE_STEP < rate / self._rate < RATE_STEP or len(self._cache.waiting) > MOST_REKEYED:
+            return
+        self._rate = rate
+        for sequence in self._sequences.values():
+            if sequence.slot is None:
+                self._cache.waiting.remove(sequence.id)
+                self._expect(sequence)
+            else:
+                rank = self._rank(sequence, len(sequence.request.prompt_tokens))
+                sequence.key = self._policy.key(rank, sequence.saved_tokens)
 
     def _expire(self, now: float) -> None:
         """End those that took longer than any may."""

@@ -17,7 +17,8 @@ class Sequence:
     the last step that has a row of this sequence. slot is None while it waits. epoch counts admissions.
     resumed_at: positions before it were cached when it was admitted the last time.
     prompt_tokens_done never falls, not even by a preemption. prefix is what the cache knows it by. key is what it was
-    admitted with (see priority.Policy), and lane that of what it had to compute then.
+    admitted with (see priority.Policy), saved_tokens what was cached of it, and lane that
+    of what it had to compute.
     Owner: Scheduler, on the event-loop thread.
     """
 
@@ -26,6 +27,7 @@ class Sequence:
     request: GenerationRequest
     output: OutputStream
     key: float = 0.0
+    saved_tokens: float = 0.0
     lane: int = 0
     prefix: Prefix | None = None
     output_tokens: list[int] = field(default_factory=list)

@@ -146,7 +146,7 @@ class Watched(Scheduler):
                 later_s = sequence.request.arrival_s - other.request.arrival_s
                 effective = other.known_tokens - self._cache.waiting.saved(SequenceId(other.id))
                 if later_s > 0:
-                    self.overtaken.append((later_s, effective / self._config.forgiven_tokens_per_s))
+                    self.overtaken.append((later_s, effective / self._rate))
         super()._admit(sequence, saved, building)
 
 
@@ -258,3 +258,19 @@ def test_a_key_that_floods_the_queue_leaves_room_and_turns_to_another() -> None:
     house.run()
     order = list(house.ended)
     assert max(order.index(RequestId("guest0")), order.index(RequestId("guest1"))) <= 4
+
+
+def test_waiting_forgives_half_of_what_is_computed_meanwhile_if_no_rate_is_given() -> None:
+    rng = random.Random(0)
+    fast = FixedCost(step_s=0.0, row_s=0.0, token_s=1e-4, read_s=0.0)
+    house = house_of(layout(slabs=4_000), rng, max_sequences=1, prefill_chunk_tokens=16, cost=fast)
+    assert house.scheduler._rate == 500.0
+    house.submit("runs", (1, 2), outputs=100)
+    house.step()
+    for number, tokens in enumerate((400, 300, 20, 100)):
+        house.submit(f"{number}", tuple([1] * tokens), outputs=1)
+        house.now += 0.1
+    house.run()
+    assert house.scheduler._rate == pytest.approx(5_000.0)
+    assert list(house.ended) == ["runs", "0", "1", "2", "3"], "at 500 a second, the third would be the first"
+    house.assert_empty()
