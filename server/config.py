@@ -438,8 +438,8 @@ GROUPS: Mapping[str, tuple[Flag, ...]] = {
             "--forgiven-tokens-per-s",
             "scheduler.forgiven_tokens_per_s",
             number("N", least=0.001, optional=("auto",)),
-            "fairness: how many tokens of prompt one second of waiting makes up for; auto is half of what is computed in "
-            "a second",
+            "fairness: how many tokens of prompt one second of waiting makes up for; auto is half of what is computed "
+            "in a second",
         ),
         flag(
             "--length-lanes",

@@ -154,6 +154,11 @@ class Scheduler:
         return len(self._sequences) - len(self._running)
 
     @property
+    def forgiven_tokens_per_s(self) -> float:
+        """By now; see SchedulerConfig."""
+        return self._rate
+
+    @property
     def idle(self) -> bool:
         return not self._sequences
 
