@@ -14,11 +14,13 @@ from server.simulator.serving import Answer, Served
 
 SHORT_TOKENS = 4 * 1024
 COLD_TOKENS = 16 * 1024
-EVERYBODY, SHORT, COLD = "all", "short", "cold-long"
+LONG_TOKENS = LANE_TOKENS[0]
+EVERYBODY, SHORT, COLD, LONG = "all", "short", "cold-long", "64K-"
 KINDS: Mapping[str, str] = {
     EVERYBODY: "all requests",
     SHORT: f"short: fewer than {SHORT_TOKENS // 1024}K tokens to compute",
     COLD: f"cold and long: more than {COLD_TOKENS // 1024}K tokens to compute",
+    LONG: f"prompts of {LONG_TOKENS // 1024}K tokens and more",
     **{name: f"prompts of {name} tokens" for name in lane_names(LANE_TOKENS)},
 }
 """Kinds of requests, by what is left to compute of them when the trace is served in its own order, and by how long
@@ -61,6 +63,7 @@ class Figures:
     """
 
     policy: str
+    forgiven_tokens_per_s: float
     requests: int
     refused: int
     span_s: float
@@ -104,6 +107,7 @@ def figures_of(served: Served, policy: str, left: Sequence[float], forgiven_toke
 
     return Figures(
         policy=policy,
+        forgiven_tokens_per_s=forgiven_tokens_per_s,
         requests=len(served.answers),
         refused=served.refused,
         span_s=served.span_s,
@@ -127,6 +131,8 @@ def kinds_of(answer: Answer, left: Sequence[float]) -> set[str]:
         kinds.add(SHORT)
     if left[request.index] > COLD_TOKENS:
         kinds.add(COLD)
+    if request.input_tokens >= LONG_TOKENS:
+        kinds.add(LONG)
     return kinds
 
 

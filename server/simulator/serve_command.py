@@ -176,7 +176,7 @@ def compare(
                 arrivals=closed_loop(trace, factor) if plan.closed else open_loop(trace, factor),
             )
             served = serving.run(bar.update)
-            figures.append(figures_of(served, policy, left, scheduler.forgiven_tokens_per_s))
+            figures.append(figures_of(served, policy, left, serving.scheduler.forgiven_tokens_per_s))
     return Comparison(plan=plan, work_s=work_s, factor=factor, figures=tuple(figures))
 
 
@@ -219,6 +219,7 @@ def _page(found: Comparison, setting: Setting, options: argparse.Namespace) -> s
             "overtaken too late",
             *(f"{each.overtaken_late:,} ({each.overtaken_late_at_arrival:,})" for each in figures),
         ),
+        _row("... tokens forgiven a s", *(f"{each.forgiven_tokens_per_s:,.0f}" for each in figures)),
         _row("larger than all memory", *(f"{each.refused:,}" for each in figures)),
         _row("time served", *(f"{each.span_s:,.0f} s" for each in figures)),
     ]

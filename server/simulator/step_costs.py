@@ -90,12 +90,7 @@ COST_MODELS: Mapping[str, CostModel] = {
         CostModel(
             name="mimo-v2.5-pro-8gpu",
             cost=_mimo_v2_5_pro_on_8_h200(),
-            scheduler=SchedulerConfig(
-                max_sequences=256,
-                step_token_budget=8_192,
-                prefill_chunk_tokens=8_192,
-                forgiven_tokens_per_s=16_000.0,
-            ),
+            scheduler=SchedulerConfig(max_sequences=256, step_token_budget=8_192, prefill_chunk_tokens=8_192),
             source="the sizes of MiMo-V2.5-Pro and the data sheet of eight H200",
             is_estimate=True,
         ),
