@@ -15,13 +15,14 @@ import json
 import os
 import random
 import statistics
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from tqdm import tqdm
 
-from bench.machine import LoadMeter, cpu_model
+from bench.machine import busy_s, cpu_model
 from server.assemble import build, describe
 from server.cache.kv_cache import KVCache
 from server.config import CacheConfig, ModelConfig, SchedulerConfig, ServeConfig
@@ -106,6 +107,11 @@ def relative_errors(line: FixedCost, measured: Sequence[Measured]) -> list[float
     return sorted(abs(line.seconds(each.shape) / each.seconds - 1) for each in measured)
 
 
+def _read() -> tuple[float, float]:
+    """The clock, and the CPU seconds that others have used."""
+    return time.monotonic(), busy_s() - time.process_time()
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2-135m", help="as for `twinpane serve` (default %(default)s)")
@@ -128,12 +134,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     steps = Steps(server.runner, server.cache, random.Random(options.seed), model.spec.vocab)
     for _ in range(WARM_UP_STEPS):
         steps.measure(1)
-    meter = LoadMeter(os.getpid())
+    before_s = _read()
     measured = [steps.measure(options.repeats) for _ in tqdm(range(2 * options.steps), unit="step")]
+    after_s = _read()
     fitted, tried = measured[::2], measured[1::2]
     line = fit(fitted)
     errors = relative_errors(line, tried)
-    print(f"{options.model} on {cpu_model()}, {os.cpu_count()} cores; others kept {meter.other_cores():.1f} busy")
+    wall_s, others_s = (after - before for after, before in zip(after_s, before_s, strict=True))
+    print(f"{options.model} on {cpu_model()}, {os.cpu_count()} cores; others kept {others_s / wall_s:.1f} busy")
     print(
         f"  step_s={line.step_s:.3g}, row_s={line.row_s:.3g}, token_s={line.token_s:.3g}, read_s={line.read_s:.3g}\n"
         f"  off by {statistics.median(errors):.0%} (median), {errors[int(0.9 * len(errors))]:.0%} (90 % of steps) on "

@@ -44,8 +44,9 @@ EXAMPLES = """\
 With --serve, the server's own scheduler serves the trace on a virtual clock, which each step moves by what the cost
 model says. All policies have the same cache, pieces and lanes. What is printed, and its name with --json:
   TTFT, ITL (ttft_s, itl_s)         time to first token and between tokens: half, 90 % and 99 % wait at most so long
-  kinds of requests (kinds)         by length of prompt; "short" and "cold-long" by the tokens that are left to compute
-                                    when the trace is served in its own order, so they are the same for every policy
+  kinds of requests (kinds)         by length of prompt; "short" (fewer than 4K) and "cold-long" (more than 16K) by the
+                                    tokens that are left to compute when the trace is served in its own order and at
+                                    its own times, so they are the same for every policy
   hit rate (hit_rate)               prompt tokens that were not computed
   busy (busy_share)                 of the time in which the device computed; with one answer it computes all the time,
                                     so this says little of what it could do: see --load
@@ -109,7 +110,8 @@ def add_serving(parser: argparse.ArgumentParser) -> None:
         help="multiply the trace's times so that its requests bring X seconds of work a second. Work is what is left "
         "after the cache (as it hits when the trace is served in its own order and at its own times), in steps as full "
         "as --max-num-batched-tokens or --max-num-seqs let them be: 1 is the most that any order could keep up with, "
-        "0.7 leaves some room, 1.1 means a queue that grows. Without it, times are those of the trace",
+        "0.7 leaves some room, 1.1 means a queue that grows. In a closed loop, sessions stretch where answers take "
+        "longer than in the trace, so the load is at most X. Without it, times are those of the trace",
     )
     add(
         "--closed-loop",
