@@ -248,7 +248,7 @@ class Found:
             f"{MODEL} on {cpu_model()}, {self.threads} threads. A prompt of {load.long_tokens:,} tokens among short "
             f"requests ({load.short_tokens} tokens, {load.short_outputs} outputs) every {1e3 * load.every_s:.0f} ms "
             f"and {load.streams} streams. Medians of the rounds; all prompts cold. `python -m bench.interference`; its "
-            "help says what the columns are.",
+            "help says what the columns are. *: other processes kept cores busy, so the seconds tell little.",
             "",
             table(self.by_server()),
             "",
