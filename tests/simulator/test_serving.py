@@ -237,7 +237,7 @@ def test_the_cache_learns_at_the_end_how_an_answer_ended(
 # --- the promise ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(4))
 def test_uncached_first_lets_nobody_be_overtaken_too_late(tmp_path: Path, seed: int) -> None:
     assert figures(written(tmp_path, random_rows(seed, 120))).overtaken_late == 0
 
@@ -258,6 +258,15 @@ def test_who_is_overtaken_too_late_is_counted(tmp_path: Path) -> None:
     answers = [answer(0, 0.0, 3), answer(1, 4.0, 1), answer(2, 9.0, 2), answer(3, 12.0, 0)]
     assert overtaken_late(answers, 10.0, lambda each: each.request.input_tokens) == 1, "only the first: by 12 seconds"
     assert overtaken_late(answers, 10.0, lambda each: each.effective_tokens) == 3
+
+
+def test_figures_are_the_same_when_they_are_read_back(tmp_path: Path) -> None:
+    found = figures(written(tmp_path, random_rows(1, 20)))
+    assert Figures.from_json(json.loads(json.dumps(found.as_json()))) == found
+    everybody = found.kinds["all"]
+    assert everybody.requests == 20 and everybody.ttft_s is not None
+    assert everybody.ttft_percentiles_s[50] == pytest.approx(everybody.ttft_s.p50)
+    assert found.kinds["64K-"].ttft_s is None
 
 
 # --- load -------------------------------------------------------------------------------------------------------------
