@@ -130,8 +130,7 @@ class InferenceEngine:
 
     def check_room(self, *, client: Hashable = None, ahead: int = 0) -> None:
         self._check_ready()
-        if self._scheduler.waiting:
-            self._scheduler.check_room(self._clock(), client=client, ahead=ahead)
+        self._scheduler.check_room(self._clock(), client=client, ahead=ahead)
 
     def submit(self, request: GenerationRequest) -> None:
         self._check_ready()

@@ -51,7 +51,7 @@ class Overloaded(TwinpaneError):
 
 
 class RequestTimeout(TwinpaneError):
-    """The request took longer than any may (HTTP 504 before the first token)."""
+    """The request took longer than any may (HTTP 504 before the first byte, and an error event in a stream)."""
 
     def __init__(self, limit_s: float) -> None:
         super().__init__(f"The request took longer than {limit_s:g} s, the limit of this server.")

@@ -8,9 +8,13 @@ from dataclasses import dataclass
 
 DRAIN_MEMORY_S = 30.0
 """Over about so long the rate is measured at which the queue drains."""
-LEAST_RETRY_S = 1.0
+FIRST_RATE = 10.0
+"""Requests a second, before any was seen to leave the queue."""
+LEAST_RETRY_S = 0.05
 MOST_RETRY_S = 60.0
 """The longest that OpenAI's clients wait when they are told to."""
+GOLDEN = 0.6180339887498949
+"""Multiples of it, modulo 1, never crowd (Weyl's sequence)."""
 RECENT_S = 60.0
 """A client counts when the queue is shared as long as it has asked for something within so long."""
 
@@ -18,46 +22,50 @@ RECENT_S = 60.0
 class DrainRate:
     """How fast the queue drains, and so when there will be a place for one more.
 
-    A rate is a sum that decays: of n that left at ages a, sum of exp(-a / DRAIN_MEMORY_S) / DRAIN_MEMORY_S. Everybody
-    who is refused is told another moment, one place after the other: those who come again do not all come at once.
-    Owner: Scheduler.
+    The rate is those that left it over the time in which somebody waited, both of about the last DRAIN_MEMORY_S of
+    such time: older ones count by exp(-age / DRAIN_MEMORY_S). Everybody who is refused is told another moment, one place
+    after the other, so that those who come again do not all come at once; who would have to wait longer than
+    MOST_RETRY_S is told some moment in the second half of it. Owner: Scheduler.
     """
 
     def __init__(self) -> None:
         self._left = 0.0
-        self._seen_s: float | None = None
-        self._first_s: float | None = None
+        self._waited_s = 0.0
+        self._seen_s = 0.0
+        self._was_waited = False
         self._promised_s = 0.0
+        self._turned_away = 0
 
-    def note_left(self, now: float) -> None:
-        """One left the queue to run."""
-        if self._first_s is None:
-            self._first_s = now
-        self._decay(now)
-        self._left += 1
+    def note(self, now: float, *, left: int, waiting: int) -> None:
+        """So many left the queue to run, and so many wait in it now. To be called whenever either changes."""
+        self._advance(now)
+        self._left += left
+        self._was_waited = waiting > 0
+        if not waiting:
+            self._promised_s = now
 
     def rate(self, now: float) -> float:
-        """Requests per second; 0 if none was seen."""
-        if self._first_s is None:
-            return 0.0
-        self._decay(now)
-        seen_s = DRAIN_MEMORY_S * (1 - math.exp(-(now - self._first_s) / DRAIN_MEMORY_S))
-        return self._left / max(seen_s, 0.1)
+        """Requests per second."""
+        self._advance(now)
+        # As if, before all that was seen, one had left at the first rate.
+        return (self._left + 1) / (self._waited_s + 1 / FIRST_RATE)
 
     def retry_after_s(self, now: float, excess: int) -> float:
         """When to come again, if so many places too few are free."""
-        rate = self.rate(now)
-        if not rate:
-            return LEAST_RETRY_S
-        self._promised_s = max(self._promised_s, now) + excess / rate
-        if self._promised_s > now + MOST_RETRY_S:
+        self._promised_s = max(self._promised_s, now) + excess / self.rate(now)
+        retry_s = self._promised_s - now
+        if retry_s > MOST_RETRY_S:
             self._promised_s = now + MOST_RETRY_S
-        return max(LEAST_RETRY_S, self._promised_s - now)
+            self._turned_away += 1
+            retry_s = MOST_RETRY_S * (1 + self._turned_away * GOLDEN % 1) / 2
+        return max(LEAST_RETRY_S, retry_s)
 
-    def _decay(self, now: float) -> None:
-        if self._seen_s is not None:
-            self._left *= math.exp(-max(0.0, now - self._seen_s) / DRAIN_MEMORY_S)
-        self._seen_s = now
+    def _advance(self, now: float) -> None:
+        if self._was_waited and now > self._seen_s:
+            fade = math.exp((self._seen_s - now) / DRAIN_MEMORY_S)
+            self._left *= fade
+            self._waited_s = self._waited_s * fade + DRAIN_MEMORY_S * (1 - fade)
+        self._seen_s = max(self._seen_s, now)
 
 
 @dataclass(slots=True)

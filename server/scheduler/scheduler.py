@@ -40,6 +40,9 @@ from server.step import (
 
 log = logging.getLogger("twinpane.scheduler")
 
+OLDEST_PART = 8
+"""The oldest prompt of a lane gets an eighth of the lane's tokens before the others, if it wants as many."""
+
 FIRST_RATE = 500.0
 """Tokens that a second of waiting forgives, before any step was measured."""
 RATE_SHARE = 0.5
@@ -82,6 +85,7 @@ class _Part:
 
     lane: int
     rank: float
+    arrival_s: float
     wanted: int
 
 
@@ -277,7 +281,7 @@ class Scheduler:
         prompts = [(sequence, pending) for sequence, pending in order if pending > 1]
         budget = self._prompt_budget(decoding, prompts)
         if prompts and not (decoding and decoding[0] == order[0]):  # the longest waiting, to which memory comes first
-            parts = [self._part(*each) for each in prompts] + self._head_part()
+            parts = [self._part(each[0].lane, *each) for each in prompts] + self._head_part()
             if most := self._divide(budget, parts)[0]:
                 self._plan_row(*prompts[0], building, most)
         for sequence, pending in decoding:
@@ -395,14 +399,14 @@ class Scheduler:
 
     def _running_order(self) -> list[tuple[Sequence, int]]:
         """Who has tokens to plan, and how many. The longest waiting first, so that memory always comes to it; then who
-        decodes, by key, then prompts, by rank."""
+        decodes, then prompts, each by key."""
         if not self._running:
             return []
         oldest = self._oldest()
         order = [
             (
                 *(sequence is not oldest, pending > 1),
-                *(self._rank(sequence, pending) if pending > 1 else sequence.key, sequence.id),
+                *(sequence.key, sequence.id),
                 *(sequence, pending),
             )
             for sequence in self._running.values()
@@ -415,19 +419,26 @@ class Scheduler:
         """The longest waiting one that runs."""
         return min([(s.request.arrival_s, s.id, s) for s in self._running.values()])[-1]
 
-    def _rank(self, sequence: Sequence, tokens: float) -> float:
-        """Among prompts that are being computed, of which it has so many tokens left."""
+    def _base(self, sequence: Sequence, tokens: int) -> float:
         request = sequence.request
         return self._policy.base(
-            tokens=math.ceil(tokens),
+            tokens=tokens,
             arrival_s=request.arrival_s,
             forgiven_tokens_per_s=self._rate,
             priority=request.priority,
         )
 
-    def _part(self, sequence: Sequence, pending: int) -> _Part:
-        wanted = min(pending, self._chunk_tokens)
-        return _Part(sequence.lane, self._rank(sequence, pending), wanted)
+    def _part(self, lane: int, sequence: Sequence, pending: int) -> _Part:
+        """Of a prompt with so many tokens left to compute. Its rank forgives nothing: the oldest has a part in any
+        case."""
+        request = sequence.request
+        rank = self._policy.base(
+            tokens=pending,
+            arrival_s=0.0 if self._policy.counts_tokens else request.arrival_s,
+            forgiven_tokens_per_s=self._rate,
+            priority=request.priority,
+        )
+        return _Part(lane, rank, request.arrival_s, min(pending, self._chunk_tokens))
 
     def _head_part(self) -> list[_Part]:
         """What the first in line would want, if it can be taken."""
@@ -439,8 +450,7 @@ class Scheduler:
 
     def _part_of_head(self, sequence: Sequence, saved: float) -> _Part:
         effective = max(1, math.ceil(sequence.known_tokens - saved))
-        lane = lane_of(effective, self._config.lane_tokens)
-        return _Part(lane, self._rank(sequence, effective), min(effective, self._chunk_tokens))
+        return self._part(lane_of(effective, self._config.lane_tokens), sequence, effective)
 
     def _prompt_budget(self, decoding: list[tuple[Sequence, int]], prompts: list[tuple[Sequence, int]]) -> int:
         """How many prompt tokens this step may have: what its rows that decode leave, and as many as those can wait
@@ -452,21 +462,32 @@ class Scheduler:
         return max(1, min(self._config.step_token_budget - len(decoding), self._sizer.tokens(shape, start)))
 
     def _divide(self, budget: int, parts: list[_Part]) -> list[int]:
-        """A step's prompt tokens: in equal parts over the lanes that want any, and in each to the first by rank."""
+        """A step's prompt tokens: in equal parts over the lanes that want any; in each a part to the oldest, and the
+        rest to the first by rank."""
         wanted = [0] * (len(self._config.lane_tokens) + 1)
         for part in parts:
             wanted[part.lane] += part.wanted
         left, given = share(budget, wanted), [0] * len(parts)
-        for index in sorted(range(len(parts)), key=lambda index: parts[index].rank):
+
+        def give(index: int, most: int) -> None:
             part = parts[index]
-            given[index] = min(part.wanted, left[part.lane])
-            left[part.lane] -= given[index]
+            more = min(part.wanted - given[index], most, left[part.lane])
+            given[index] += more
+            left[part.lane] -= more
+
+        lanes_seen: set[int] = set()
+        for index in sorted(range(len(parts)), key=lambda index: parts[index].arrival_s):
+            if parts[index].lane not in lanes_seen:
+                lanes_seen.add(parts[index].lane)
+                give(index, -(-left[parts[index].lane] // OLDEST_PART))
+        for index in sorted(range(len(parts)), key=lambda index: parts[index].rank):
+            give(index, parts[index].wanted)
         return given
 
     def _plan_prompts(self, prompts: list[tuple[Sequence, int]], building: _PlanBuilder, budget: int) -> None:
         """Take whom of the queue there is room for, in its order; then those that run go on with the rest."""
         taken = [
-            _Part(sequence.lane, -math.inf, row.stop - row.start)
+            _Part(sequence.lane, -math.inf, -math.inf, row.stop - row.start)
             for sequence, _ in prompts
             for row in building.rows
             if row.sequence == sequence.id
@@ -478,7 +499,7 @@ class Scheduler:
             if head is None:
                 break
             sequence, saved = head
-            parts = [self._part_of_head(sequence, saved), *taken, *(self._part(*each) for each in left)]
+            parts = [self._part_of_head(sequence, saved), *taken, *(self._part(each[0].lane, *each) for each in left)]
             most = self._divide(budget, parts)[0]
             if not most:
                 break
@@ -491,8 +512,8 @@ class Scheduler:
             if not self._plan_row(sequence, sequence.pending_tokens, building, most):
                 break
             outstanding += self._missing(sequence)
-            taken.append(_Part(sequence.lane, -math.inf, before - building.budget))
-        given = self._divide(budget, [*(self._part(*each) for each in left), *taken])
+            taken.append(_Part(sequence.lane, -math.inf, -math.inf, before - building.budget))
+        given = self._divide(budget, [*(self._part(each[0].lane, *each) for each in left), *taken])
         for (sequence, pending), most in zip(left, given, strict=False):
             if most and building.budget > 0 and sequence.id in self._running:
                 self._plan_row(sequence, pending, building, most)
@@ -545,10 +566,10 @@ class Scheduler:
     def _admit(self, sequence: Sequence, saved: float, building: _PlanBuilder) -> None:
         """Give the first in line a slot and what is cached of it."""
         now, request = building.now, sequence.request
-        key = self._policy.key(self._rank(sequence, sequence.known_tokens), saved)
+        key = self._policy.key(self._base(sequence, sequence.known_tokens), saved)
         self._leave_queue(sequence)
         self._shares.started(request.client)
-        self._drain.note_left(now)
+        self._drain.note(now, left=1, waiting=len(self._cache.waiting))
         sequence.slot = SlotId(self._free_slots.pop())
         sequence.epoch += 1
         resume = self._cache.open(sequence.id, sequence.slot, sequence.prefix, now)
@@ -630,12 +651,13 @@ class Scheduler:
         self._expect(sequence)
         effective = sequence.known_tokens - self._cache.waiting.saved(sequence.id)
         sequence.lane = lane_of(effective, self._config.lane_tokens)
+        self._drain.note(now, left=0, waiting=len(self._cache.waiting))
         self._queued_tokens += sequence.known_tokens
         self._queued_in_lane[sequence.lane] += 1
         self._note(sequence, now, "queued", tokens=sequence.known_tokens, lane=sequence.lane)
 
     def _expect(self, sequence: Sequence) -> None:
-        base = self._rank(sequence, sequence.known_tokens)
+        base = self._base(sequence, sequence.known_tokens)
         self._cache.expect(sequence.id, base, sequence.prefix, queue=sequence.request.client)
 
     def _leave_queue(self, sequence: Sequence) -> None:
@@ -656,8 +678,8 @@ class Scheduler:
                 self._cache.waiting.remove(sequence.id)
                 self._expect(sequence)
             else:
-                rank = self._rank(sequence, len(sequence.request.prompt_tokens))
-                sequence.key = self._policy.key(rank, sequence.saved_tokens)
+                base = self._base(sequence, len(sequence.request.prompt_tokens))
+                sequence.key = self._policy.key(base, sequence.saved_tokens)
 
     def _expire(self, now: float) -> None:
         """End those that took longer than any may."""
@@ -721,6 +743,7 @@ class Scheduler:
         waited = sequence.slot is None
         if waited:
             self._leave_queue(sequence)
+            self._drain.note(now, left=1, waiting=len(self._cache.waiting))
         else:
             self._stop_running(sequence, now, ending)
         self._shares.left(sequence.request.client, waited=waited, now=now)

@@ -107,9 +107,19 @@ class FittedCost:
         self._steps += 1
 
 
+def chunk_sizes(page_tokens: int, most_tokens: int) -> list[int]:
+    """1, 2, 3, 4, 6, 8, 12, ... pages, as far as they are fewer than most_tokens, and that."""
+    pages = 1
+    sizes = set()
+    while pages * page_tokens < most_tokens:
+        sizes |= {pages * page_tokens, (pages + pages // 2) * page_tokens}
+        pages *= 2
+    return [*sorted(size for size in sizes if size < most_tokens), most_tokens]
+
+
 class ChunkSizer:
-    """How many prompt tokens may join a step in which others decode: as many as keep it within a target, in sizes of a
-    page times a power of two, so that few different shapes are run, and with hysteresis.
+    """How many prompt tokens may join a step in which others decode: as many as keep it within a target, in few sizes,
+    so that few different shapes are run, and with hysteresis.
 
     Owner: Scheduler.
     """
@@ -118,11 +128,8 @@ class ChunkSizer:
         """target_s: 0 for no bound."""
         self._cost = cost
         self._target_s = target_s
-        sizes = [min(most_tokens, page_tokens)]
-        while sizes[-1] < most_tokens:
-            sizes.append(min(most_tokens, 2 * sizes[-1]))
-        self._sizes = sizes
-        self._at = len(sizes) - 1
+        self._sizes = chunk_sizes(page_tokens, most_tokens)
+        self._at = len(self._sizes) - 1
 
     @property
     def cost(self) -> StepCost:

@@ -1,16 +1,24 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 
 import pytest
 
 from server.scheduler.queue_limits import LEAST_RETRY_S, MOST_RETRY_S, RECENT_S, DrainRate, FairShares
 
 
-def test_a_refused_client_is_told_when_as_many_as_stand_before_it_will_have_left() -> None:
+def draining(per_s: float, seconds: float, waiting: int = 50) -> DrainRate:
+    """A queue that somebody has left at this rate for so long, and in which so many wait."""
     drain = DrainRate()
-    for number in range(200):
-        drain.note_left(number * 0.1)
+    drain.note(0.0, left=0, waiting=waiting)
+    for number in range(1, int(per_s * seconds) + 1):
+        drain.note(number / per_s, left=1, waiting=waiting)
+    return drain
+
+
+def test_a_refused_client_is_told_when_as_many_as_stand_before_it_will_have_left() -> None:
+    drain = draining(10.0, 20.0)
     assert drain.rate(20.0) == pytest.approx(10.0, rel=0.05)
     told = [drain.retry_after_s(20.0, 1) for _ in range(300)]
     assert told == sorted(told)
@@ -18,11 +26,40 @@ def test_a_refused_client_is_told_when_as_many_as_stand_before_it_will_have_left
     assert drain.retry_after_s(60.0, 1) < 3, "promises that are over count no more"
 
 
-def test_a_queue_that_stands_still_or_was_never_seen_to_drain_says_a_second_or_a_minute() -> None:
+def test_the_rate_follows_what_happens_now() -> None:
+    drain = draining(2.0, 100.0)
+    for number in range(600):
+        drain.note(100.0 + number / 20, left=1, waiting=9)
+    assert drain.rate(130.0) > 10
+
+
+def test_a_queue_that_stands_still_says_so() -> None:
+    drain = draining(10.0, 5.0)
+    assert drain.rate(300.0) < 0.05
+    assert MOST_RETRY_S / 2 <= drain.retry_after_s(300.0, 1) <= MOST_RETRY_S
+
+
+def test_time_without_a_queue_does_not_count_as_slow() -> None:
     drain = DrainRate()
-    assert drain.retry_after_s(5.0, 1) == LEAST_RETRY_S
-    drain.note_left(5.0)
-    assert drain.retry_after_s(300.0, 1) == MOST_RETRY_S
+    drain.note(0.0, left=0, waiting=1)
+    drain.note(0.1, left=1, waiting=0)
+    assert drain.retry_after_s(500.0, 1) <= 1.0
+
+
+@pytest.mark.parametrize("per_s", [0.5, 1.0, 100.0])
+def test_nobody_is_told_the_same_moment_as_many_others(per_s: float) -> None:
+    drain = draining(per_s, 20.0)
+    told = Counter(round(drain.retry_after_s(20.0, 1), 3) for _ in range(400))
+    assert max(told.values()) <= 10, told.most_common(1)
+    assert all(LEAST_RETRY_S <= seconds <= MOST_RETRY_S for seconds in told)
+
+
+def test_a_promise_ends_with_the_queue_that_it_was_made_for() -> None:
+    drain = draining(50.0, 1.0)
+    for _ in range(4_000):
+        drain.retry_after_s(1.0, 1)
+    drain.note(2.0, left=50, waiting=0)
+    assert drain.retry_after_s(3.0, 1) <= 1.0
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from server.scheduler.step_cost import NO_ROWS, ChunkSizer, FittedCost, FixedCost, StepShape, shape_of_row
+from server.scheduler.step_cost import NO_ROWS, ChunkSizer, FittedCost, FixedCost, StepShape, chunk_sizes, shape_of_row
 
 LINE = FixedCost(step_s=0.010, row_s=0.0005, token_s=0.001, read_s=1e-6)
 
@@ -52,7 +52,13 @@ def test_steps_that_are_all_alike_do_not_make_the_line_run_away() -> None:
     assert fitted.seconds(shape) == pytest.approx(LINE.seconds(shape), rel=0.2)
 
 
-def test_a_piece_of_prompt_is_as_large_as_the_target_allows_in_pages_times_a_power_of_two() -> None:
+def test_pieces_have_few_sizes() -> None:
+    assert chunk_sizes(16, 300) == [16, 32, 48, 64, 96, 128, 192, 256, 300]
+    assert chunk_sizes(16, 9) == [9]
+    assert chunk_sizes(1, 8) == [1, 2, 3, 4, 6, 8]
+
+
+def test_a_piece_of_prompt_is_as_large_as_the_target_allows() -> None:
     for target_ms, tokens in ((25, 16), (45, 16), (60, 32), (100, 64), (200, 128), (2_000, 1_024)):
         sizer = ChunkSizer(LINE, target_s=target_ms / 1_000, page_tokens=16, most_tokens=1_024)
         assert sizer.tokens(decoding(2), 0) == tokens, target_ms
@@ -72,13 +78,12 @@ def test_where_nobody_decodes_or_there_is_no_target_a_piece_is_as_large_as_can_b
 def test_prompts_have_half_of_a_step_where_answers_alone_take_longer_than_the_target() -> None:
     slow = FixedCost(step_s=0.2, row_s=0.0, token_s=0.001, read_s=0.0)
     sizer = ChunkSizer(slow, target_s=0.05, page_tokens=16, most_tokens=1_024)
-    assert sizer.tokens(decoding(1), 0) == 128
+    assert sizer.tokens(decoding(1), 0) == 192
 
 
 def test_a_size_is_not_taken_back_and_forth_by_steps_near_the_target() -> None:
-    """At 74 ms for 64 tokens, a target that swings around it changes the size once."""
-    sizes = []
-    sizer = ChunkSizer(LINE, target_s=0.0765, page_tokens=16, most_tokens=64)
-    for number in range(20):
-        sizes.append(sizer.tokens(decoding(1), 900 if number % 2 else 0))
+    """64 tokens take 79.0 ms here and 80.3 ms a little further on: the size changes once."""
+    sizer = ChunkSizer(LINE, target_s=0.0797, page_tokens=16, most_tokens=64)
+    sizes = [sizer.tokens(decoding(1), 20 if number % 2 else 0) for number in range(20)]
+    assert set(sizes) == {48, 64}
     assert sum(one != other for one, other in itertools.pairwise(sizes)) <= 1
