@@ -56,8 +56,8 @@ class CacheConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
-    """Who runs next. forgiven_tokens_per_s: how much prefill work one second of waiting forgives; None is half of what
-    the device computes in a second. lane_tokens: where
+    """Who runs next. forgiven_tokens_per_s: how much prefill work one second of waiting forgives; None is a
+    sixteenth of what the device computes in a second. lane_tokens: where
     lanes of prompts begin, by tokens to compute. target_itl_ms: how long a step may take in which answers go on, 0 for
     any time. request_timeout_s 0 is none."""
 
@@ -438,8 +438,8 @@ GROUPS: Mapping[str, tuple[Flag, ...]] = {
             "--forgiven-tokens-per-s",
             "scheduler.forgiven_tokens_per_s",
             number("N", least=0.001, optional=("auto",)),
-            "fairness: how many tokens of prompt one second of waiting makes up for; auto is half of what is computed "
-            "in a second",
+            "fairness: how many tokens of prompt one second of waiting makes up for; auto is a sixteenth of what is "
+            "computed in a second",
         ),
         flag(
             "--length-lanes",

@@ -23,8 +23,8 @@ class DrainRate:
     """How fast the queue drains, and so when there will be a place for one more.
 
     The rate is those that left it over the time in which somebody waited, both of about the last DRAIN_MEMORY_S of
-    such time: older ones count by exp(-age / DRAIN_MEMORY_S). Everybody who is refused is told another moment, one place
-    after the other, so that those who come again do not all come at once; who would have to wait longer than
+    such time: older ones count by exp(-age / DRAIN_MEMORY_S). Everybody who is refused is told another moment, one
+    place after the other, so that those who come again do not all come at once; who would have to wait longer than
     MOST_RETRY_S is told some moment in the second half of it. Owner: Scheduler.
     """
 

@@ -43,10 +43,11 @@ log = logging.getLogger("twinpane.scheduler")
 OLDEST_PART = 8
 """The oldest prompt of a lane gets an eighth of the lane's tokens before the others, if it wants as many."""
 
-FIRST_RATE = 500.0
+FIRST_RATE = 100.0
 """Tokens that a second of waiting forgives, before any step was measured."""
-RATE_SHARE = 0.5
-"""Afterwards, this part of what is computed in a second."""
+RATE_SHARE = 1 / 16
+"""Afterwards, this part of what is computed in a second. On traces of chats and of agents with half or a quarter of it,
+more wait longer; with much less, who has much to compute waits for what may be forever."""
 RATE_STEPS = 32
 RATE_STEP = 1.5
 """So many steps apart it is looked at, and changed if it would change by this factor."""
@@ -666,7 +667,7 @@ class Scheduler:
         self._queued_in_lane[sequence.lane] -= 1
 
     def _adapt_rate(self) -> None:
-        """Waiting forgives as much as is computed in half of that time. Keys with another rate cannot be compared, so
+        """Waiting forgives a part of what is computed in that time. Keys with another rate cannot be compared, so
         all are made anew: only where that is soon done, and where it makes a difference."""
         piece_s = self._sizer.cost.seconds(shape_of_row(0, self._chunk_tokens))
         rate = RATE_SHARE * self._chunk_tokens / piece_s if piece_s > 0 else self._rate

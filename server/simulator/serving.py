@@ -67,7 +67,7 @@ class Answer:
     last_token_s: float | None = None
     output_tokens: int = 0
     gaps_s: array[float] = field(default_factory=lambda: array("d"), repr=False)
-    outcome: str | None = None
+    outcome: FinishReason | None = None
 
     @property
     def ttft_s(self) -> float:
@@ -87,10 +87,10 @@ class Answer:
         return FinishReason.STOP if self.request.stop in ENDINGS else FinishReason.LENGTH
 
     def fail(self, error: TwinpaneError) -> None:
-        raise AssertionError(f"nothing fails here, but {self!r}: {error}")
+        """Its end says so, too."""
 
     def cancel(self) -> None:
-        raise AssertionError(f"nobody leaves here, but {self!r}")
+        """Its end says so, too."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -244,7 +244,8 @@ class Serving:
 
     def _ended(self, request_id: RequestId, facts: RequestFacts) -> None:
         answer = self._answers.pop(request_id)
-        answer.outcome = facts.outcome
+        assert facts.outcome in tuple(FinishReason), f"nobody leaves or fails here, but {facts!r}"
+        answer.outcome = FinishReason(facts.outcome)
         self.result.answers.append(answer)
         self._arrivals.note_end(answer.request.index, self._clock.now_s)
 

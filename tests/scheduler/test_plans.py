@@ -15,7 +15,7 @@ from server.rebuild import shape_of
 from server.request import RequestId, SampledToken
 from server.scheduler.priority import POLICIES
 from server.scheduler.queue_limits import LEAST_RETRY_S
-from server.scheduler.scheduler import Scheduler
+from server.scheduler.scheduler import FIRST_RATE, RATE_SHARE, Scheduler
 from server.scheduler.step_cost import FixedCost
 from server.step import RowResult, SequenceId, StepPlan, StepResult
 from tests.house import House
@@ -261,17 +261,17 @@ def test_a_key_that_floods_the_queue_leaves_room_and_turns_to_another() -> None:
     assert max(order.index(RequestId("guest0")), order.index(RequestId("guest1"))) <= 4
 
 
-def test_waiting_forgives_half_of_what_is_computed_meanwhile_if_no_rate_is_given() -> None:
+def test_waiting_forgives_a_part_of_what_is_computed_meanwhile_if_no_rate_is_given() -> None:
     rng = random.Random(0)
     fast = FixedCost(step_s=0.0, row_s=0.0, token_s=1e-4, read_s=0.0)
     house = house_of(layout(slabs=4_000), rng, max_sequences=1, prefill_chunk_tokens=16, cost=fast)
-    assert house.scheduler._rate == 500.0
+    assert house.scheduler.forgiven_tokens_per_s == FIRST_RATE
     house.submit("runs", (1, 2), outputs=100)
     house.step()
     for number, tokens in enumerate((400, 300, 20, 100)):
         house.submit(f"{number}", tuple([1] * tokens), outputs=1)
-        house.now += 0.1
+        house.now += 1.0
     house.run()
-    assert house.scheduler._rate == pytest.approx(5_000.0)
-    assert list(house.ended) == ["runs", "0", "1", "2", "3"], "at 500 a second, the third would be the first"
+    assert house.scheduler.forgiven_tokens_per_s == pytest.approx(10_000 * RATE_SHARE)
+    assert list(house.ended) == ["runs", "0", "1", "2", "3"], "at 100 a second, the third would be the first"
     house.assert_empty()
