@@ -77,17 +77,19 @@ class _PlanBuilder:
     writes: list[TableWrite] = field(default_factory=list)
     opened: list[SlotOpening] = field(default_factory=list)
     rows: list[RowPlan] = field(default_factory=list)
-    planned: set[SequenceId] = field(default_factory=set)
+    secured: set[SequenceId] = field(default_factory=set)
 
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """A prompt that wants its part of a step's prompt tokens. In each lane, lower ranks come first."""
+    """A prompt that wants its part of a step's prompt tokens. In each lane, lower ranks come first. weight: see
+    ChunkSizer.weight."""
 
     lane: int
     rank: float
     arrival_s: float
     wanted: int
+    weight: float = 1.0
 
 
 class Scheduler:
@@ -268,7 +270,8 @@ class Scheduler:
     # --- one step -------------------------------------------------------------------------------------------------
 
     def plan(self, now: float) -> StepPlan | None:
-        """The next step: every running sequence in order, then whoever of the queue fits.
+        """The next step: pages for the longest waiting and for who decodes, then who is taken from the queue, and then
+        a row for each that runs, in order.
 
         None if nothing can run, or nothing until a step in flight is committed.
         """
@@ -277,18 +280,22 @@ class Scheduler:
         self._short = False
         self._expire(now)
         building = _PlanBuilder(step_id=self._next_step, now=now, budget=self._config.step_token_budget)
+        budget = self._prompt_budget()
         order = self._running_order()
-        decoding = [(sequence, pending) for sequence, pending in order if pending == 1]
+        known = set(self._running)
+        for index, (sequence, pending) in enumerate(order):
+            if (index == 0 or pending == 1) and sequence.id in self._running:
+                self._secure(sequence, sequence.planned_tokens + min(pending, self._chunk_tokens), building)
+        if not self._short:
+            self._admit(building, budget)
+            order += [each for each in self._running_order() if each[0].id not in known]
         prompts = [(sequence, pending) for sequence, pending in order if pending > 1]
-        budget = self._prompt_budget(decoding, prompts)
-        if prompts and not (decoding and decoding[0] == order[0]):  # the longest waiting, to which memory comes first
-            parts = [self._part(each[0].lane, *each) for each in prompts] + self._head_part()
-            if most := self._divide(budget, parts)[0]:
-                self._plan_row(*prompts[0], building, most)
-        for sequence, pending in decoding:
-            if building.budget > 0 and sequence.id in self._running:
-                self._plan_row(sequence, pending, building, 1)
-        self._plan_prompts(prompts, building, budget)
+        given = self._divide(budget, [self._part(sequence.lane, sequence, pending) for sequence, pending in prompts])
+        most = {sequence.id: tokens for (sequence, _), tokens in zip(prompts, given, strict=True)}
+        for sequence, pending in order:
+            tokens = most.get(sequence.id, 1)
+            if tokens and building.budget > 0 and sequence.id in self._running:
+                self._plan_row(sequence, pending, building, tokens)
         if not building.rows and not building.moves and not building.opened:
             return None
         self._next_step = StepId(self._next_step + 1)
@@ -439,111 +446,89 @@ class Scheduler:
             forgiven_tokens_per_s=self._rate,
             priority=request.priority,
         )
-        return _Part(lane, rank, request.arrival_s, min(pending, self._chunk_tokens))
-
-    def _head_part(self) -> list[_Part]:
-        """What the first in line would want, if it can be taken."""
-        head = self._head() if self._free_slots else None
-        if head is None:
-            return []
-        sequence, saved = head
-        return [self._part_of_head(sequence, saved)]
+        start = sequence.known_tokens - pending
+        return _Part(lane, rank, request.arrival_s, min(pending, self._chunk_tokens), self._sizer.weight(start))
 
     def _part_of_head(self, sequence: Sequence, saved: float) -> _Part:
         effective = max(1, math.ceil(sequence.known_tokens - saved))
         return self._part(lane_of(effective, self._config.lane_tokens), sequence, effective)
 
-    def _prompt_budget(self, decoding: list[tuple[Sequence, int]], prompts: list[tuple[Sequence, int]]) -> int:
-        """How many prompt tokens this step may have: what its rows that decode leave, and as many as those can wait
-        for."""
+    def _prompt_budget(self) -> int:
+        """What this step may spend on prompts; see ChunkSizer.begin."""
         shape = NO_ROWS
-        for sequence, _ in decoding:
-            shape += shape_of_row(sequence.planned_tokens, 1)
-        start = max((sequence.planned_tokens for sequence, _ in prompts), default=0)
-        return max(1, min(self._config.step_token_budget - len(decoding), self._sizer.tokens(shape, start)))
+        for sequence in self._running.values():
+            if sequence.pending_tokens == 1:
+                shape += shape_of_row(sequence.planned_tokens, 1)
+        return self._sizer.begin(shape)
 
     def _divide(self, budget: int, parts: list[_Part]) -> list[int]:
         """A step's prompt tokens: in equal parts over the lanes that want any; in each a part to the oldest, and the
         rest to the first by rank."""
+        weighed = [math.ceil(part.wanted * part.weight) for part in parts]
         wanted = [0] * (len(self._config.lane_tokens) + 1)
-        for part in parts:
-            wanted[part.lane] += part.wanted
+        for part, tokens in zip(parts, weighed, strict=True):
+            wanted[part.lane] += tokens
         left, given = share(budget, wanted), [0] * len(parts)
 
         def give(index: int, most: int) -> None:
-            part = parts[index]
-            more = min(part.wanted - given[index], most, left[part.lane])
+            lane = parts[index].lane
+            more = min(weighed[index] - given[index], most, left[lane])
             given[index] += more
-            left[part.lane] -= more
+            left[lane] -= more
 
-        lanes_seen: set[int] = set()
+        oldest: dict[int, int] = {}
         for index in sorted(range(len(parts)), key=lambda index: parts[index].arrival_s):
-            if parts[index].lane not in lanes_seen:
-                lanes_seen.add(parts[index].lane)
-                give(index, -(-left[parts[index].lane] // OLDEST_PART))
+            oldest.setdefault(parts[index].lane, index)
+        for lane, index in oldest.items():
+            give(index, -(-left[lane] // OLDEST_PART))
         for index in sorted(range(len(parts)), key=lambda index: parts[index].rank):
-            give(index, parts[index].wanted)
-        return given
-
-    def _plan_prompts(self, prompts: list[tuple[Sequence, int]], building: _PlanBuilder, budget: int) -> None:
-        """Take whom of the queue there is room for, in its order; then those that run go on with the rest."""
-        taken = [
-            _Part(sequence.lane, -math.inf, -math.inf, row.stop - row.start)
-            for sequence, _ in prompts
-            for row in building.rows
-            if row.sequence == sequence.id
+            give(index, weighed[index])
+        page = self._cache.layout.page_tokens
+        return [
+            min(part.wanted, max(page, int(spent / part.weight))) if spent else 0
+            for part, spent in zip(parts, given, strict=True)
         ]
-        left = [each for each in prompts if each[0].id in self._running and each[0].id not in building.planned]
-        outstanding: PageDemand | None = None
-        while building.budget > 0 and self._free_slots and not self._short:
-            head = self._head()
-            if head is None:
-                break
-            sequence, saved = head
-            parts = [self._part_of_head(sequence, saved), *taken, *(self._part(each[0].lane, *each) for each in left)]
-            most = self._divide(budget, parts)[0]
-            if not most:
-                break
-            if outstanding is None:
-                outstanding = self._outstanding()
-            if not self._fits(sequence, outstanding):
-                break
-            self._admit(sequence, saved, building)
-            before = building.budget
-            if not self._plan_row(sequence, sequence.pending_tokens, building, most):
-                break
-            outstanding += self._missing(sequence)
-            taken.append(_Part(sequence.lane, -math.inf, -math.inf, before - building.budget))
-        given = self._divide(budget, [*(self._part(each[0].lane, *each) for each in left), *taken])
-        for (sequence, pending), most in zip(left, given, strict=False):
-            if most and building.budget > 0 and sequence.id in self._running:
-                self._plan_row(sequence, pending, building, most)
 
-    def _plan_row(self, sequence: Sequence, pending: int, building: _PlanBuilder, most: int) -> bool:
-        """Give a running sequence its next pending tokens, at most so many; preempts others, in the end itself, when
-        memory is dry. A part of a prompt ends where a page does, if it is as long as one."""
+    def _admit(self, building: _PlanBuilder, budget: int) -> None:
+        """Take from the queue, in its order, whoever gets some of this step's prompt tokens, while slots and both kinds
+        of page last.
+
+        The first in line may get none, since others of its lane go before it. It is taken all the same, for those
+        behind it may be of other lanes; unless it is short itself, or half of the slots are taken.
+        """
+        if not self._free_slots or not len(self._cache.waiting):
+            return
+        parts = [
+            self._part(sequence.lane, sequence, pending)
+            for sequence in self._running.values()
+            if (pending := sequence.pending_tokens) > 1
+        ]
+        outstanding = self._outstanding()
+        while self._free_slots and (head := self._head()) is not None:
+            sequence, saved = head
+            part = self._part_of_head(sequence, saved)
+            gets_some = self._divide(budget, [part, *parts])[0] > 0
+            may_wait = part.lane > 0 and 2 * len(self._free_slots) > self._config.max_sequences
+            if not (gets_some or may_wait) or not self._fits(sequence, outstanding):
+                return
+            self._open(sequence, saved, building)
+            outstanding += self._missing(sequence)
+            parts.append(self._part(sequence.lane, sequence, sequence.pending_tokens))
+
+    def _plan_row(self, sequence: Sequence, pending: int, building: _PlanBuilder, most: int) -> None:
+        """Give a running sequence its next pending tokens, at most so many. A part of a prompt ends where a page does,
+        if it is as long as one."""
         assert sequence.slot is not None
         known = sequence.known_tokens
         start = sequence.planned_tokens
         stop = start + min(pending, building.budget, self._chunk_tokens, most)
         if stop < start + pending:
+            stop = start + self._sizer.size(stop - start, sequence.piece_tokens)
+            sequence.piece_tokens = stop - start
             whole = stop - stop % self._cache.layout.page_tokens
             stop = whole if whole > start else stop
-        while True:
-            reservation = self._cache.reserve(sequence.id, stop, building.now)
-            building.moves += reservation.moves
-            building.writes += reservation.writes
-            if reservation.granted:
-                break
-            if self._cache.steps_in_flight:
-                self._short = True
-                return False
-            victim = self._least_worthy(building.planned)
-            if victim is None:
-                return False
-            self._preempt(victim, building.now)
-            if victim is sequence:
-                return False
+        if not self._secure(sequence, stop, building):
+            return
         samples = stop == start + pending
         building.rows.append(
             RowPlan(
@@ -560,11 +545,29 @@ class Scheduler:
         )
         sequence.planned_tokens = stop
         sequence.last_step = building.step_id
-        building.planned.add(sequence.id)
         building.budget -= stop - start
-        return True
 
-    def _admit(self, sequence: Sequence, saved: float, building: _PlanBuilder) -> None:
+    def _secure(self, sequence: Sequence, stop: int, building: _PlanBuilder) -> bool:
+        """Pages for positions up to `stop`; preempts others, in the end itself, when memory is dry. Who has them is not
+        preempted for this plan."""
+        while True:
+            reservation = self._cache.reserve(sequence.id, stop, building.now)
+            building.moves += reservation.moves
+            building.writes += reservation.writes
+            if reservation.granted:
+                building.secured.add(sequence.id)
+                return True
+            if self._cache.steps_in_flight:
+                self._short = True
+                return False
+            victim = self._least_worthy(building.secured)
+            if victim is None:
+                return False
+            self._preempt(victim, building.now)
+            if victim is sequence:
+                return False
+
+    def _open(self, sequence: Sequence, saved: float, building: _PlanBuilder) -> None:
         """Give the first in line a slot and what is cached of it."""
         now, request = building.now, sequence.request
         key = self._policy.key(self._base(sequence, sequence.known_tokens), saved)
@@ -688,10 +691,10 @@ class Scheduler:
             _, request_id = self._deadlines.popleft()
             self.fail(request_id, RequestTimeout(self._config.request_timeout_s), now)
 
-    def _least_worthy(self, planned: set[SequenceId]) -> Sequence | None:
-        """Whom to preempt: the last in order that is not in this plan, never the longest waiting."""
+    def _least_worthy(self, secured: set[SequenceId]) -> Sequence | None:
+        """Whom to preempt: the last in order that has no pages for this plan yet, never the longest waiting."""
         oldest = self._oldest()
-        victims = [s for s in self._running.values() if s.id not in planned and s is not oldest]
+        victims = [s for s in self._running.values() if s.id not in secured and s is not oldest]
         return max(victims, default=None)
 
     def _preempt(self, sequence: Sequence, now: float) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -36,6 +37,10 @@ def shape_of_row(start: int, tokens: int) -> StepShape:
 
 
 NO_ROWS = StepShape(rows=0, tokens=0, context_reads=0.0)
+
+
+WEIGHED_TOKENS = 64
+LEAST_WEIGHT = 1e-3
 
 
 class StepCost(Protocol):
@@ -129,24 +134,46 @@ class ChunkSizer:
         self._cost = cost
         self._target_s = target_s
         self._sizes = chunk_sizes(page_tokens, most_tokens)
-        self._at = len(self._sizes) - 1
+        self._decoding = NO_ROWS
+        self._weights: dict[int, float] = {}
 
     @property
     def cost(self) -> StepCost:
         return self._cost
 
-    def tokens(self, decoding: StepShape, start: int) -> int:
-        """With these rows that decode, of a prompt that is computed up to `start`."""
-        if not self._target_s or not decoding.rows:
+    def begin(self, decoding: StepShape) -> int:
+        """Of a step with these rows that decode: what may be spent on prompts, by `weight` for each token."""
+        self._decoding, self._weights = decoding, {}
+        if not self._is_bound:
             return self._sizes[-1]
         alone_s = self._cost.seconds(decoding)
-        target_s = max(self._target_s, alone_s / (1 - LEAST_SHARE))
+        if not alone_s:  # nothing was measured yet
+            self._decoding = NO_ROWS
+            return self._sizes[-1]
+        return max(1, int(1e6 * max(self._target_s - alone_s, alone_s * LEAST_SHARE / (1 - LEAST_SHARE))))
 
-        def fits(at: int, share: float) -> bool:
-            return self._cost.seconds(decoding + shape_of_row(start, self._sizes[at])) <= share * target_s
+    def weight(self, start: int) -> float:
+        """What a token costs that follows on `start` others of its prompt: 1, or microseconds where time is the bound.
+        Looked up by powers of two."""
+        if not self._is_bound:
+            return 1.0
+        doublings = start.bit_length()
+        if doublings not in self._weights:
+            alone_s = self._cost.seconds(self._decoding)
+            piece = shape_of_row(start, min(WEIGHED_TOKENS, self._sizes[-1]))
+            more_s = self._cost.seconds(self._decoding + piece) - alone_s
+            self._weights[doublings] = max(LEAST_WEIGHT, 1e6 * more_s / piece.tokens)
+        return self._weights[doublings]
 
-        while self._at > 0 and not fits(self._at, 1.0):
-            self._at -= 1
-        while self._at + 1 < len(self._sizes) and fits(self._at + 1, MOST_GROWTH):
-            self._at += 1
-        return self._sizes[self._at]
+    def size(self, tokens: int, last: int) -> int:
+        """The size for a piece that may have so many tokens, when the one before had `last`."""
+        at = bisect.bisect_right(self._sizes, tokens) - 1
+        if at < 0:
+            return tokens
+        if self._is_bound and self._sizes[at] > last > 0 and self._sizes[at] > MOST_GROWTH * tokens:
+            return max(min(last, tokens), self._sizes[max(0, at - 1)])
+        return self._sizes[at]
+
+    @property
+    def _is_bound(self) -> bool:
+        return self._target_s > 0 and self._decoding.rows > 0

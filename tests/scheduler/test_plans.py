@@ -140,7 +140,7 @@ class Watched(Scheduler):
         self.admissions = 0
         """(how much later the other one came, how much later it may have come)"""
 
-    def _admit(self, sequence: Any, saved: float, building: Any) -> None:
+    def _open(self, sequence: Any, saved: float, building: Any) -> None:
         self.admissions += 1
         for other in self._sequences.values():
             if other.slot is None and other is not sequence and other.request.client == sequence.request.client:
@@ -148,7 +148,7 @@ class Watched(Scheduler):
                 effective = other.known_tokens - self._cache.waiting.saved(SequenceId(other.id))
                 if later_s > 0:
                     self.overtaken.append((later_s, effective / self._rate))
-        super()._admit(sequence, saved, building)
+        super()._open(sequence, saved, building)
 
 
 @pytest.mark.parametrize("caching", [False, True])
@@ -208,6 +208,50 @@ def test_a_short_prompt_waits_for_one_step_at_most_whatever_long_ones_run(target
         assert house.outputs[short][0].tokens, "its first token comes with the step that follows"
         after = sum(s.computed_tokens for s in house.scheduler._running.values() if s.lane == 1)
         assert after > before, "the long ones go on"
+
+
+def test_a_long_prompt_that_waits_for_its_lane_keeps_no_other_lane_waiting() -> None:
+    """A runs and B is the first in line, since C came later than B's work over the rate; C's lane is empty."""
+    rng = random.Random(0)
+    house = house_of(
+        layout(slabs=4_000),
+        rng,
+        step_token_budget=64,
+        prefill_chunk_tokens=64,
+        lane_tokens=(1_024,),
+        forgiven_tokens_per_s=500.0,
+    )
+    house.submit("a", tuple(rng.choices(range(3), k=2_000)), outputs=2)
+    house.step()
+    house.submit("b", tuple(rng.choices(range(3), k=2_100)), outputs=2)
+    house.now += 5
+    short = house.submit("c", tuple(rng.choices(range(3), k=20)), outputs=2)
+    house.step()
+    assert house.outputs[short][0].tokens
+
+
+def test_lanes_share_the_time_of_a_step_and_not_its_tokens() -> None:
+    """A token 8,000 positions into a prompt takes as long as nine at the beginning of one."""
+    rng = random.Random(0)
+    house = house_of(
+        layout(slabs=9_000),
+        rng,
+        step_token_budget=1_000,
+        prefill_chunk_tokens=1_000,
+        lane_tokens=(1_024,),
+        target_itl_ms=100.0,
+        cost=FixedCost(step_s=0.01, row_s=0.0, token_s=1e-4, read_s=1e-7),
+    )
+    house.submit("long", tuple(rng.choices(range(3), k=20_000)), outputs=2)
+    for _ in range(8):
+        house.step()
+    house.submit("answers", (1, 2), outputs=500)
+    house.step()
+    short = house.submit("short", tuple(rng.choices(range(3), k=300)), outputs=2)
+    house.step()
+    assert house.outputs[short][0].tokens, "half of 90 ms is enough for 300 tokens"
+    (long,) = [each for each in house.scheduler._running.values() if each.lane == 1]
+    assert 32 <= long.piece_tokens <= 64
 
 
 def test_short_prompts_of_one_lane_pass_long_ones_that_already_run() -> None:

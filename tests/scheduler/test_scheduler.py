@@ -480,14 +480,14 @@ def test_memory_always_comes_to_the_longest_waiting_and_shortage_falls_on_the_la
     """The longest waiting one has the largest prompt, so by its key alone it would be the first to go."""
     house = FakeHouse(layout(slabs=14, window_tokens=16), prefill_chunk_tokens=8, step_token_budget=64)
     scheduler = house.scheduler
-    plan_row, preempt = scheduler._plan_row, scheduler._preempt
+    secure, preempt = scheduler._secure, scheduler._preempt
     choices: list[int] = []
     planned: set[int] = set()
 
-    def noting(sequence: Sequence, pending: int, plan: Any, most: int) -> bool:
+    def noting(sequence: Sequence, stop: int, plan: Any) -> bool:
         planned.clear()
-        planned.update(plan.planned)
-        return plan_row(sequence, pending, plan, most)
+        planned.update(plan.secured)
+        return secure(sequence, stop, plan)
 
     def watched(victim: Sequence, now: float) -> None:
         running = list(scheduler._running.values())
@@ -498,7 +498,7 @@ def test_memory_always_comes_to_the_longest_waiting_and_shortage_falls_on_the_la
         choices.append(len(others))
         preempt(victim, now)
 
-    scheduler._plan_row, scheduler._preempt = noting, watched  # type: ignore[method-assign]
+    scheduler._secure, scheduler._preempt = noting, watched  # type: ignore[method-assign]
 
     def submit(*sizes: int) -> None:
         for size in sizes:

@@ -58,32 +58,58 @@ def test_pieces_have_few_sizes() -> None:
     assert chunk_sizes(1, 8) == [1, 2, 3, 4, 6, 8]
 
 
+def piece(sizer: ChunkSizer, decoding: StepShape, start: int = 0, last: int = 0) -> int:
+    """The size of a piece that has all of a step to itself."""
+    return sizer.size(int(sizer.begin(decoding) / sizer.weight(start)), last)
+
+
+def sizer_of(target_ms: float, cost: FixedCost = LINE, most_tokens: int = 1_024) -> ChunkSizer:
+    return ChunkSizer(cost, target_s=target_ms / 1_000, page_tokens=16, most_tokens=most_tokens)
+
+
 def test_a_piece_of_prompt_is_as_large_as_the_target_allows() -> None:
-    for target_ms, tokens in ((25, 16), (45, 16), (60, 32), (100, 64), (200, 128), (2_000, 1_024)):
-        sizer = ChunkSizer(LINE, target_s=target_ms / 1_000, page_tokens=16, most_tokens=1_024)
-        assert sizer.tokens(decoding(2), 0) == tokens, target_ms
+    for target_ms, tokens in ((25, 14), (45, 16), (60, 32), (100, 64), (200, 128), (5_000, 1_024)):
+        assert piece(sizer_of(target_ms), decoding(2)) == tokens, target_ms
 
 
 def test_far_into_a_prompt_the_pieces_become_smaller() -> None:
-    sizer = ChunkSizer(LINE, target_s=0.3, page_tokens=16, most_tokens=1_024)
-    sizes = [sizer.tokens(decoding(1), start) for start in (0, 2_000, 8_000, 100_000)]
-    assert sizes == sorted(sizes, reverse=True) and sizes[0] > sizes[-1]
+    sizes = [piece(sizer_of(300), decoding(1), start) for start in (0, 2_000, 8_000, 100_000)]
+    assert sizes == sorted(sizes, reverse=True) and sizes[0] > sizes[-1] > 0
+
+
+@pytest.mark.parametrize("start", [0, 500, 9_000])
+def test_a_piece_with_all_of_a_step_takes_the_target_or_a_little_less(start: int) -> None:
+    shape = decoding(3)
+    for target_ms in (100, 200, 400):
+        tokens = piece(sizer_of(target_ms), shape, start)
+        took_s = LINE.seconds(shape + shape_of_row(start, tokens))
+        assert 0.5 <= took_s / (target_ms / 1_000) <= 1.05
 
 
 def test_where_nobody_decodes_or_there_is_no_target_a_piece_is_as_large_as_can_be() -> None:
-    assert ChunkSizer(LINE, target_s=0.01, page_tokens=16, most_tokens=700).tokens(NO_ROWS, 0) == 700
-    assert ChunkSizer(LINE, target_s=0.0, page_tokens=16, most_tokens=700).tokens(decoding(3), 0) == 700
+    assert piece(sizer_of(10, most_tokens=700), NO_ROWS, 5_000) == 700
+    assert piece(sizer_of(0, most_tokens=700), decoding(3), 5_000) == 700
 
 
 def test_prompts_have_half_of_a_step_where_answers_alone_take_longer_than_the_target() -> None:
     slow = FixedCost(step_s=0.2, row_s=0.0, token_s=0.001, read_s=0.0)
-    sizer = ChunkSizer(slow, target_s=0.05, page_tokens=16, most_tokens=1_024)
-    assert sizer.tokens(decoding(1), 0) == 192
+    assert piece(sizer_of(50, slow), decoding(1)) == 192
 
 
 def test_a_size_is_not_taken_back_and_forth_by_steps_near_the_target() -> None:
-    """64 tokens take 79.0 ms here and 80.3 ms a little further on: the size changes once."""
-    sizer = ChunkSizer(LINE, target_s=0.0797, page_tokens=16, most_tokens=64)
-    sizes = [sizer.tokens(decoding(1), 20 if number % 2 else 0) for number in range(20)]
+    """There is room for 65 tokens, and for 63 in every other step: the size changes once."""
+    sizer = sizer_of(100)
+    sizer.begin(decoding(1))
+    sizes = [64]
+    for number in range(20):
+        sizes.append(sizer.size(65 if number % 2 else 63, sizes[-1]))
     assert set(sizes) == {48, 64}
-    assert sum(one != other for one, other in itertools.pairwise(sizes)) <= 1
+    assert sum(one != other for one, other in itertools.pairwise(sizes)) == 1
+
+
+def test_a_piece_never_has_more_tokens_than_there_is_room_for() -> None:
+    sizer, rng = sizer_of(100), random.Random(0)
+    sizer.begin(decoding(1))
+    for _ in range(2_000):
+        tokens = rng.randrange(1, 3_000)
+        assert 1 <= sizer.size(tokens, rng.randrange(2_000)) <= tokens
