@@ -215,6 +215,7 @@ def choice(*options: str) -> Kind:
     return Kind(metavar="{" + ",".join(options) + "}", parse=str.lower, check=check)
 
 
+MOST_SEQUENCES = 65_536
 MOST_THREADS = 256
 """What the pool of the native kernels holds: MAX_THREADS of kernels/native/csrc/pool.h."""
 
@@ -281,6 +282,13 @@ def check_overload_status(value: int) -> None:
         raise ValueError(f"{value} is not one of 429, 503")
 
 
+def check_api_key(value: str | None) -> None:
+    check_text(value)
+    if value is not None and (value != value.strip() or not value.isprintable()):
+        raise ValueError("a key that a header can carry has no blanks around it and no control characters")
+
+
+API_KEY = Kind(metavar="KEY", parse=str, check=check_api_key)
 OVERLOAD_STATUS = Kind(metavar="{429,503}", parse=parse_count, check=check_overload_status)
 FRACTION = Kind(metavar="F", parse=parse_number, check=check_fraction)
 JSON_OBJECT = Kind(metavar="JSON", parse=str, check=check_json_object)
@@ -395,7 +403,7 @@ GROUPS: Mapping[str, tuple[Flag, ...]] = {
         flag(
             "--max-num-seqs --max-running-requests",
             "scheduler.max_sequences",
-            count("N", least=1),
+            count("N", least=1, most=MOST_SEQUENCES),
             "sequences that run at once",
         ),
         flag(
@@ -505,7 +513,7 @@ GROUPS: Mapping[str, tuple[Flag, ...]] = {
         flag(
             "--admin-api-key",
             "http.admin_api_key",
-            string("KEY"),
+            API_KEY,
             "who sends it (Bearer or x-api-key) may flush the cache and look at requests; better given as "
             "TWINPANE_ADMIN_API_KEY, which other users of the machine cannot see",
         ),

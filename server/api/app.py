@@ -27,7 +27,7 @@ from server.api.body import (
     drop_body,
     read_body,
 )
-from server.api.call import Call, ignored_header
+from server.api.call import Call, api_keys, ignored_header
 from server.api.chat import ChatStream, Head, StreamUsage, chat_completion
 from server.api.completions import CompletionStream, text_completion
 from server.api.context import ApiContext
@@ -357,8 +357,8 @@ class Api:
                 status=403,
                 code="admin_key_not_set",
             )
-        sent = call.headers.get(b"x-api-key") or call.headers.get(b"authorization", b"").removeprefix(b"Bearer ")
-        if not secrets.compare_digest(sent, wanted.encode()):
+        key = wanted.encode("utf-8", "surrogateescape")
+        if not any(secrets.compare_digest(sent, key) for sent in api_keys(call.headers)):
             raise HttpRefusal("This route needs the server's admin key.", status=401, code="invalid_api_key")
 
     async def _root(self, call: Call) -> None:

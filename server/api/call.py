@@ -58,8 +58,15 @@ def ignored_header(names: tuple[str, ...]) -> str:
 
 def client_of(headers: Mapping[bytes, bytes]) -> str | None:
     """Who calls, by a digest of the API key it sent; None without one. Keys themselves are not kept."""
-    key = headers.get(b"authorization") or headers.get(b"x-api-key")
-    return blake2b(key, digest_size=16).hexdigest() if key else None
+    keys = api_keys(headers)
+    return blake2b(keys[0], digest_size=16).hexdigest() if keys else None
+
+
+def api_keys(headers: Mapping[bytes, bytes]) -> list[bytes]:
+    """The keys that a call brings: a bearer token, `x-api-key`, or both."""
+    scheme, _, token = headers.get(b"authorization", b"").strip().partition(b" ")
+    bearer = token.strip() if scheme.lower() == b"bearer" else b""
+    return [key for key in (bearer, headers.get(b"x-api-key", b"").strip()) if key]
 
 
 class Call:

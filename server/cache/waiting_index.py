@@ -47,7 +47,20 @@ class _Place(Generic[T]):
     its own and for each child that is no group. So the first one is looked at when it is asked for, and no other.
     """
 
-    __slots__ = ("children", "first", "heap", "keys", "node", "own", "parent", "point", "queue", "saved", "waiting")
+    __slots__ = (
+        "children",
+        "first",
+        "heap",
+        "keys",
+        "namespace",
+        "node",
+        "own",
+        "parent",
+        "point",
+        "queue",
+        "saved",
+        "waiting",
+    )
 
     def __init__(self, queue: _Queue[T], parent: _Place[T] | None, first: int, keys: Keys) -> None:
         self.queue = queue
@@ -61,6 +74,7 @@ class _Place(Generic[T]):
         self.node: Node | None = None
         self.point = 0
         self.saved = 0.0
+        self.namespace: Hashable = None  # of a root
 
     def __repr__(self) -> str:
         return f"<Place [{self.first}, {self.stop}) {self.waiting} waiting, {self.point} cached>"
@@ -79,6 +93,7 @@ class _Queue(Generic[T]):
     """One order of those who wait. top: entries (key, serial, number, group), at most what is true, for each group.
     Owner: WaitingIndex."""
 
+    name: Hashable
     roots: dict[Hashable, _Place[T]] = field(default_factory=dict)
     groups: set[_Place[T]] = field(default_factory=set)
     top: list[tuple[float, int, int, _Place[T]]] = field(default_factory=list)
@@ -123,10 +138,13 @@ class WaitingIndex(Generic[T]):
         """Somebody waits, and could resume after as many of these pages as are cached. Of equal keys, the one that was
         added first comes first."""
         assert item not in self._waiters, f"{item} waits already"
-        of = self._queues.setdefault(queue, _Queue())
+        of = self._queues.get(queue)
+        if of is None:
+            of = self._queues[queue] = _Queue(queue)
         root = of.roots.get(namespace)
         if root is None:
             root = of.roots[namespace] = _Place(of, None, 0, keys[:0])
+            root.namespace = namespace
             of.groups.add(root)
             if self._tree.has(namespace):
                 self._watch(root, self._tree.root(namespace), 0)
@@ -162,17 +180,13 @@ class WaitingIndex(Generic[T]):
             self._compact(left)
             self._join_only_child(left)
         if not place.queue.waiting:
-            self._queues = {name: queue for name, queue in self._queues.items() if queue is not place.queue}
+            del self._queues[place.queue.name]
 
     def first(self, queue: Hashable = None) -> tuple[T, float] | None:
         """Who has the least key in a queue, and how many tokens are saved for it; None if nobody waits there."""
         of = self._queues.get(queue)
         if of is None:
             return None
-        if len(of.top) > 2 * len(of.groups) + SPARE_ENTRIES:
-            of.top = []
-            for group in of.groups:
-                self._enter_top(group, self._least(group))
         while of.top:
             key, serial, _, group = of.top[0]
             least = self._least(group) if group in of.groups else None
@@ -182,6 +196,24 @@ class WaitingIndex(Generic[T]):
             self._enter_top(group, least)
         assert not of.waiting, "somebody waits and is in no group"
         return None
+
+    def rekey(self, base_of: Callable[[T], float]) -> None:
+        """Everybody's base is another one now."""
+        for of in self._queues.values():
+            places = list(of.roots.values())
+            for place in places:
+                places += place.children.values()
+            for place in places:
+                for waiter in place.own:
+                    waiter.base = base_of(waiter.item)
+                place.heap = [(waiter.base, waiter.serial, next(self._numbers), waiter) for waiter in place.own]
+                heapq.heapify(place.heap)
+            for place in reversed(places):  # children before their parents
+                least = None if place.is_group else self._least(place)
+                if least is not None and place.parent is not None:
+                    heapq.heappush(place.parent.heap, (*least, next(self._numbers), place))
+            of.top = self._entries(of)
+            heapq.heapify(of.top)
 
     def saved(self, item: T) -> float:
         """How many tokens are saved for somebody who waits."""
@@ -287,7 +319,7 @@ class WaitingIndex(Generic[T]):
         if place.parent is not None:
             del place.parent.children[place.keys[0].tobytes()]
             return
-        place.queue.roots = {name: root for name, root in place.queue.roots.items() if root is not place}
+        del place.queue.roots[place.namespace]
 
     def _join_only_child(self, upper: _Place[T]) -> None:
         """A place that nobody waits at and that has one child becomes one with it."""
@@ -385,14 +417,15 @@ class WaitingIndex(Generic[T]):
                 return base, serial
 
     def _is_right_above(self, path: list[_Place[T]], least: tuple[float, int]) -> bool:
-        """Go up a path, in which the first entry of each place led to the next one and `least` is that of the last, as
-        long as first entries are right; the one that is not is put right. Whether all were."""
+        """Go up a path, in which the first entry of each place led to the next one and `least` is that of the last, and
+        put first entries right, as long as they stay the first. Whether all did."""
         while len(path) > 1:
             below = path.pop()
             heap = path[-1].heap
             if heap[0][:2] != least:
                 heapq.heapreplace(heap, (*least, next(self._numbers), below))
-                return False
+                if heap[0][:2] != least:
+                    return False
         return True
 
     def _waiter_of(self, place: _Place[T]) -> _Waiter[T]:
@@ -417,8 +450,20 @@ class WaitingIndex(Generic[T]):
 
     def _enter_top(self, place: _Place[T], least: tuple[float, int] | None) -> None:
         if least is not None:
-            entry = (self._key(place, least[0]), least[1], next(self._numbers), place)
-            heapq.heappush(place.queue.top, entry)
+            of = place.queue
+            heapq.heappush(of.top, (self._key(place, least[0]), least[1], next(self._numbers), place))
+            if len(of.top) > 2 * len(of.groups) + SPARE_ENTRIES:
+                of.top = self._entries(of)
+                heapq.heapify(of.top)
+
+    def _entries(self, of: _Queue[T]) -> list[tuple[float, int, int, _Place[T]]]:
+        """One for each group."""
+        found = ((group, self._least(group)) for group in of.groups)
+        return [
+            (self._key(group, least[0]), least[1], next(self._numbers), group)
+            for group, least in found
+            if least is not None
+        ]
 
     def _key(self, group: _Place[T], base: float) -> float:
         return base - group.saved if self.counts_saved else base

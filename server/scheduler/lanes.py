@@ -28,12 +28,19 @@ def _short(tokens: int) -> str:
     return str(tokens)
 
 
-def share(budget: int, wanted: Sequence[int]) -> list[int]:
+def share(budget: int, wanted: Sequence[int], turn: int = 0) -> list[int]:
     """Divide a budget so that nobody gets more than it wants, what one leaves goes to the others in equal parts, and
-    all of it is given while anybody wants more (max-min fairness). Parts differ by one where they cannot be equal."""
+    all of it is given while anybody wants more (max-min fairness). Where parts cannot be equal some get one more, other
+    ones with each turn."""
     given = [0] * len(wanted)
-    modest_first = sorted(range(len(wanted)), key=lambda lane: wanted[lane])
-    for rank, lane in enumerate(modest_first):
-        given[lane] = min(wanted[lane], budget // (len(wanted) - rank))
-        budget -= given[lane]
+    hungry = sorted((lane for lane, tokens in enumerate(wanted) if tokens > 0), key=lambda lane: wanted[lane])
+    while hungry and wanted[hungry[0]] <= budget // len(hungry):
+        lane = hungry.pop(0)
+        given[lane] = wanted[lane]
+        budget -= wanted[lane]
+    if hungry:
+        part, rest = divmod(budget, len(hungry))
+        hungry.sort()
+        for rank, lane in enumerate(hungry):
+            given[lane] = part + ((rank - turn) % len(hungry) < rest)
     return given

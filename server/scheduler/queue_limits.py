@@ -15,6 +15,7 @@ MOST_RETRY_S = 60.0
 """The longest that OpenAI's clients wait when they are told to."""
 GOLDEN = 0.6180339887498949
 """Multiples of it, modulo 1, never crowd (Weyl's sequence)."""
+FORGETTING_S = 1.0
 RECENT_S = 60.0
 """A client counts when the queue is shared as long as it has asked for something within so long."""
 
@@ -77,17 +78,25 @@ class _Client:
     served: float = 0.0
     asked_s: float = 0.0
 
+    @property
+    def is_present(self) -> bool:
+        return self.waiting > 0 or self.running > 0
+
 
 class FairShares:
     """Who is served next when clients with different API keys wait, and how much of the queue each may fill.
 
-    The one for whom the fewest tokens were computed comes first; who comes after a pause starts at the least of those
-    present, so that nobody saves up. (Virtual token counters: Sheng et al. 2024, "Fairness in serving large language
-    models".) Within a key, and where there is only one, the policy's order holds. Owner: Scheduler.
+    The one for whom the fewest tokens were computed comes first; who comes, or comes back, starts at the least of those
+    present, or where the last one left: nobody saves up, and nobody is in debt. (Virtual token counters: Sheng et al.
+    2024, "Fairness in serving large language models".) Within a key, and where there is only one, the policy's order
+    holds. Owner: Scheduler.
     """
 
     def __init__(self) -> None:
         self._clients: dict[Hashable, _Client] = {}
+        self._present: dict[Hashable, _Client] = {}
+        self._level = 0.0
+        self._forgot_s = 0.0
 
     def __len__(self) -> int:
         return len(self._clients)
@@ -95,8 +104,10 @@ class FairShares:
     def arrived(self, client: Hashable, now: float) -> None:
         """One of its choices waits now."""
         of = self._of(client, now)
-        if not of.waiting and not of.running:
-            of.served = max(of.served, min((each.served for each in self._present()), default=of.served))
+        if not of.is_present:
+            level = min((each.served for each in self._present.values()), default=self._level)
+            of.served = max(of.served, level)
+            self._present[client] = of
         of.waiting += 1
 
     def started(self, client: Hashable) -> None:
@@ -116,22 +127,25 @@ class FairShares:
             of.waiting -= 1
         else:
             of.running -= 1
-        if len(self._clients) > 1:
-            self._forget(now)
+        if not of.is_present:
+            del self._present[client]
+            if not self._present:
+                self._level = max(self._level, of.served)
+        self._forget(now)
 
     def served(self, client: Hashable, tokens: int) -> None:
         """So many were computed for it."""
-        of = self._clients.get(client)
+        of = self._present.get(client)
         if of is not None:
             of.served += tokens
 
     def next(self) -> Hashable:
         """Of those who wait, whose turn it is; None if nobody waits."""
-        waiting = [(of.served, name) for name, of in self._clients.items() if of.waiting]
+        waiting = [(of.served, name) for name, of in self._present.items() if of.waiting]
         return min(waiting, key=lambda each: each[0])[1] if waiting else None
 
     def waiting(self, client: Hashable) -> int:
-        of = self._clients.get(client)
+        of = self._present.get(client)
         return of.waiting if of is not None else 0
 
     def allowance(self, client: Hashable, limit: int, now: float) -> int:
@@ -147,14 +161,11 @@ class FairShares:
         of.asked_s = now
         return of
 
-    def _present(self) -> list[_Client]:
-        return [of for of in self._clients.values() if of.waiting or of.running]
-
     def _forget(self, now: float) -> None:
-        gone = [
-            name
-            for name, of in self._clients.items()
-            if not of.waiting and not of.running and now - of.asked_s > RECENT_S
-        ]
-        for name in gone:
-            del self._clients[name]
+        """Those who are not here and have not been for a while. Looks at all of them, so not often."""
+        if now - self._forgot_s < FORGETTING_S:
+            return
+        self._forgot_s = now
+        self._clients = {
+            name: of for name, of in self._clients.items() if of.is_present or now - of.asked_s <= RECENT_S
+        }

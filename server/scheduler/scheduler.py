@@ -51,7 +51,8 @@ more wait longer; with much less, who has much to compute waits for what may be 
 RATE_STEPS = 32
 RATE_STEP = 1.5
 """So many steps apart it is looked at, and changed if it would change by this factor."""
-MOST_REKEYED = 256
+SPARE_DEADLINES = 256
+MOST_REKEYED = 10_000
 
 
 @dataclass(slots=True, kw_only=True)
@@ -197,6 +198,8 @@ class Scheduler:
             self._enqueue(sequence, request.arrival_s)
         if self._config.request_timeout_s:
             self._deadlines.append((request.arrival_s + self._config.request_timeout_s, request.request_id))
+            if len(self._deadlines) > 2 * len(self._requests) + SPARE_DEADLINES:
+                self._deadlines = deque(each for each in self._deadlines if each[1] in self._requests)
 
     def check_room(
         self, now: float, *, choices: int = 1, tokens: int = 0, client: Hashable = None, ahead: int = 0
@@ -211,7 +214,7 @@ class Scheduler:
                 retry_after_s=self._drain.retry_after_s(now, excess if ahead else choices),
             )
         token_limit = self._config.max_queued_tokens
-        if self._queued_tokens and self._queued_tokens + tokens > token_limit:
+        if self.waiting > len(self._free_slots) and self._queued_tokens + tokens > token_limit:
             raise Overloaded(
                 f"The server already has {self._queued_tokens} prompt tokens waiting, and with yours they would be more"
                 f" than {token_limit}. Please retry later.",
@@ -468,7 +471,7 @@ class Scheduler:
         wanted = [0] * (len(self._config.lane_tokens) + 1)
         for part, tokens in zip(parts, weighed, strict=True):
             wanted[part.lane] += tokens
-        left, given = share(budget, wanted), [0] * len(parts)
+        left, given = share(budget, wanted, self._next_step), [0] * len(parts)
 
         def give(index: int, most: int) -> None:
             lane = parts[index].lane
@@ -583,7 +586,7 @@ class Scheduler:
         sequence.lane = lane_of(sequence.known_tokens - resume.saved_tokens, self._config.lane_tokens)
         self._running[sequence.id] = sequence
         accepted = self._requests[request.request_id]
-        self._waits.append((sequence.lane, now - request.arrival_s))
+        self._waits.append((sequence.lane, now - sequence.queued_s))
         if accepted.started_s is None:
             accepted.started_s, accepted.cached_tokens = now, int(resume.saved_tokens)
             _guarded(partial(request.on_admitted, accepted.cached_tokens))
@@ -651,7 +654,7 @@ class Scheduler:
         return self._sequences[first[0]], first[1]
 
     def _enqueue(self, sequence: Sequence, now: float) -> None:
-        sequence.prefix = self._prefix_of(sequence)
+        sequence.prefix, sequence.queued_s = self._prefix_of(sequence), now
         self._expect(sequence)
         effective = sequence.known_tokens - self._cache.waiting.saved(sequence.id)
         sequence.lane = lane_of(effective, self._config.lane_tokens)
@@ -677,13 +680,15 @@ class Scheduler:
         if 1 / RATE_STEP < rate / self._rate < RATE_STEP or len(self._cache.waiting) > MOST_REKEYED:
             return
         self._rate = rate
-        for sequence in self._sequences.values():
-            if sequence.slot is None:
-                self._cache.waiting.remove(sequence.id)
-                self._expect(sequence)
-            else:
-                base = self._base(sequence, len(sequence.request.prompt_tokens))
-                sequence.key = self._policy.key(base, sequence.saved_tokens)
+        for sequence in self._running.values():
+            base = self._base(sequence, len(sequence.request.prompt_tokens))
+            sequence.key = self._policy.key(base, sequence.saved_tokens)
+
+        def base_of(waiting: SequenceId) -> float:
+            sequence = self._sequences[waiting]
+            return self._base(sequence, sequence.known_tokens)
+
+        self._cache.waiting.rekey(base_of)
 
     def _expire(self, now: float) -> None:
         """End those that took longer than any may."""

@@ -29,6 +29,7 @@ class Sequence:
     key: float = 0.0
     saved_tokens: float = 0.0
     piece_tokens: int = 0
+    queued_s: float = 0.0
     lane: int = 0
     prefix: Prefix | None = None
     output_tokens: list[int] = field(default_factory=list)

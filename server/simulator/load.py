@@ -61,5 +61,5 @@ def time_factor(trace: Trace, work_s: float, load: float) -> float:
     StartupError where all come at once."""
     span_s = trace.requests[-1].arrival_s - trace.requests[0].arrival_s if trace.requests else 0.0
     if not span_s:
-        raise StartupError("--load: the requests of this trace all come at the same time")
+        raise StartupError("--load: the trace has no requests, or all of them come at the same time")
     return work_s / (load * span_s)

@@ -9,6 +9,7 @@ import pytest
 
 from server.api.call import client_of
 from server.config import HttpConfig
+from server.errors import StartupError
 from server.request import TimelineEvent
 from tests.api.wire import Client, error_of
 from tests.fakes import MODEL, FakeEngine, forever
@@ -16,7 +17,12 @@ from tests.fakes import MODEL, FakeEngine, forever
 Make = Callable[..., Client]
 
 KEY = "s3cret"
-HEADERS = [{"authorization": f"Bearer {KEY}"}, {"x-api-key": KEY}]
+HEADERS = [
+    {"authorization": f"Bearer {KEY}"},
+    {"authorization": f"bearer {KEY}"},
+    {"x-api-key": KEY},
+    {"x-api-key": "another", "authorization": f"Bearer {KEY}"},
+]
 EVENTS = [TimelineEvent(5.0, "queued", {"choice": 0, "tokens": 9}), TimelineEvent(5.25, "ended", {"outcome": "stop"})]
 
 
@@ -44,9 +50,7 @@ async def test_the_story_of_a_request_is_told_to_the_administrator(make_client: 
     assert (unknown.status_code, error_of(unknown)["code"]) == (404, "request_not_found")
 
 
-@pytest.mark.parametrize(
-    "headers", [{}, {"authorization": "Bearer s3cre"}, {"x-api-key": ""}, {"authorization": KEY[:-1]}]
-)
+@pytest.mark.parametrize("headers", [{}, {"authorization": "Bearer s3cre"}, {"x-api-key": ""}, {"authorization": KEY}])
 @pytest.mark.parametrize(("method", "path"), [("GET", "/debug/requests/known"), ("POST", "/flush_cache")])
 async def test_nobody_else_is_told_or_flushes_the_cache(
     make_client: Make, headers: dict[str, str], method: str, path: str
@@ -112,3 +116,15 @@ async def test_requests_with_one_api_key_are_one_clients_and_the_key_is_not_kept
     assert one == again != other and nobody is None
     assert "one" not in str(one)
     assert client_of({b"x-api-key": b"k"}) == client_of({b"x-api-key": b"k"}) != client_of({b"x-api-key": b"l"})
+
+
+def test_a_key_is_the_same_clients_however_it_is_sent() -> None:
+    sent = [{b"authorization": b"Bearer k"}, {b"authorization": b"bearer  k"}, {b"x-api-key": b"k"}]
+    assert len({client_of(headers) for headers in sent}) == 1
+    assert client_of({b"authorization": b"Basic dTpw"}) is None
+
+
+@pytest.mark.parametrize("key", [" a", "a\n", "a\udcff", ""])
+def test_a_key_that_no_header_can_carry_is_refused_at_start(key: str) -> None:
+    with pytest.raises(StartupError, match="--admin-api-key"):
+        HttpConfig(admin_api_key=key)

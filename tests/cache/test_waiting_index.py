@@ -53,12 +53,19 @@ class Room:
             self.compute(self.rng.choice(list(self.running)))
         elif action < 0.97 and self.running:
             self.close(self.rng.choice(list(self.running)))
+        elif action < 0.975:
+            self.cache.waiting.rekey(self.other_base)
         elif action < 0.99:
             snapshots = [each for node in self.cache._tree.nodes() for each in node.snapshots.values()]
             if snapshots:
                 self.cache._evict_snapshot(self.rng.choice(snapshots))
         elif action > 0.998:
             self.cache.flush()
+
+    def other_base(self, sequence: SequenceId) -> float:
+        waiting = self.waiting[sequence]
+        waiting.base = len(waiting.tokens) + self.rng.choice([0.0, 11.0, 50.0])
+        return waiting.base
 
     def arrive(self) -> None:
         rng, layout = self.rng, self.cache.layout
@@ -224,3 +231,36 @@ def test_entries_do_not_pile_up_while_many_come_and_go() -> None:
     (queue,) = cache.waiting._queues.values()
     assert len(queue.top) < 300
     assert len(queue.roots[None].heap) < 300
+
+
+def test_they_do_not_pile_up_either_while_nobody_asks_who_is_first() -> None:
+    cache = full_of(1, shared_pages=2)
+    for number in range(1_000, 6_000):
+        prefix = Prefix(
+            keys=lambda first, stop, number=number: np.full((stop - first, 16), number),  # type: ignore[misc]
+            pages=5,
+            resumable=5,
+            namespace=number % 7,
+        )
+        cache.expect(SequenceId(number), 0.0, prefix)
+        cache.waiting.remove(SequenceId(number))
+    (queue,) = cache.waiting._queues.values()
+    assert len(queue.top) < 300 and len(queue.groups) == 1
+
+
+def test_prompts_that_hold_one_another_take_no_longer_than_their_depth() -> None:
+    """Each one a page longer than the last, and the longest first: every one that leaves changes all above it."""
+    cache = full_of(0, shared_pages=0)
+    depth = 300
+    ids = np.arange(depth * 16).reshape(-1, 16)
+    prefix = [
+        Prefix(keys=lambda first, stop: ids[first:stop], pages=pages, resumable=pages) for pages in range(1, depth + 1)
+    ]
+    for number, each in enumerate(prefix):
+        cache.expect(SequenceId(number), float(-number), each)
+    before = next(cache.waiting._numbers)
+    for number in reversed(range(depth)):
+        first = cache.waiting.first()
+        assert first is not None and first[0] == number
+        cache.waiting.remove(first[0])
+    assert next(cache.waiting._numbers) - before < 3 * depth * depth / 2, "entries that were made anew"

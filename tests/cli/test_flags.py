@@ -126,7 +126,7 @@ def test_a_wrong_value_is_refused_under_the_name_it_came_by(flag: Any) -> None:
 
 
 def test_a_branch_built_by_hand_is_checked_too() -> None:
-    with pytest.raises(StartupError, match=r"^--max-num-seqs: 0 is not at least 1$"):
+    with pytest.raises(StartupError, match=r"^--max-num-seqs: 0 is not between 1 and 65536$"):
         SchedulerConfig(max_sequences=0)
     with pytest.raises(StartupError, match=r"^--dtype: 'int4' is not one of"):
         ModelConfig(dtype="int4")

@@ -319,3 +319,42 @@ def test_waiting_forgives_a_part_of_what_is_computed_meanwhile_if_no_rate_is_giv
     assert house.scheduler.forgiven_tokens_per_s == pytest.approx(10_000 * RATE_SHARE)
     assert list(house.ended) == ["runs", "0", "1", "2", "3"], "at 100 a second, the third would be the first"
     house.assert_empty()
+
+
+def test_time_in_the_queue_after_a_preemption_begins_with_it() -> None:
+    rng = random.Random(0)
+    house = house_of(layout(slabs=9, window_tokens=16), rng, prefill_chunk_tokens=8, step_token_budget=32)
+    waits: list[float] = []
+    for number in range(8):
+        house.submit(f"{number}", tuple(range(number, 4 * number + 6)), outputs=50 + 5 * number)
+    while (facts := house.step_facts()) is not None:
+        waits += [seconds for _, seconds in facts.waits_s]
+    queued = [each.queued_s for each in house.ended.values()]
+    assert house.preemptions > 0 and len(waits) == len(queued) + house.preemptions
+    stories = [e for n in range(8) for events in house.scheduler.timelines.of(f"{n}").values() for e in events]
+    matched = sum(each.at_s for each in stories if each.what == "matched")
+    assert sum(waits) == pytest.approx(matched - sum(each.at_s for each in stories if each.what == "queued"))
+
+
+def test_deadlines_of_those_who_left_are_forgotten() -> None:
+    house = house_of(layout(slabs=400), random.Random(0), max_sequences=1, request_timeout_s=3_600.0)
+    for number in range(3_000):
+        house.submit(f"{number}", (1, 2, 3), outputs=5)
+        house.scheduler.cancel(RequestId(f"{number}"), house.now)
+    assert len(house.scheduler._deadlines) < 300
+
+
+def test_a_short_prompt_runs_beside_a_long_one_however_small_a_step_is() -> None:
+    house = house_of(layout(slabs=4_000), random.Random(0), step_token_budget=8, lane_tokens=(100,), max_sequences=16)
+    for number in range(7):
+        house.submit(f"answer{number}", (1, 2), outputs=5_000)
+    for _ in range(20):
+        house.step()
+    house.submit("long", tuple([1] * 1_500), outputs=1)
+    for _ in range(5):
+        house.step()
+    short = house.submit("short", (1, 2, 3), outputs=1)
+    for _ in range(12):
+        house.step()
+    assert short in house.ended
+    assert RequestId("long") not in house.ended

@@ -92,6 +92,21 @@ def test_who_comes_after_a_pause_has_saved_nothing_up() -> None:
     assert shares.next() == "busy"
 
 
+def test_who_comes_while_another_pauses_starts_where_that_one_left() -> None:
+    """Else the other one would have to wait until the newcomer had as much as it had in all its life."""
+    shares = FairShares()
+    shares.arrived("old", 0.0)
+    shares.started("old")
+    shares.served("old", 1_000_000)
+    shares.left("old", waited=False, now=1.0)
+    shares.arrived("new", 1.1)
+    shares.arrived("old", 1.2)
+    shares.served("new", 1)
+    assert shares.next() == "old"
+    shares.served("old", 2)
+    assert shares.next() == "new"
+
+
 def test_a_client_may_fill_the_queue_alone_and_half_of_it_beside_another_who_asked_of_late() -> None:
     shares = FairShares()
     shares.arrived("one", 0.0)
@@ -106,4 +121,4 @@ def test_who_left_is_forgotten() -> None:
     for number in range(1_000):
         shares.arrived(number, float(number))
         shares.left(number, waited=True, now=float(number))
-    assert len(shares) <= RECENT_S + 2
+    assert len(shares) <= RECENT_S + 3
