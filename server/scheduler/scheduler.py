@@ -210,7 +210,7 @@ class Scheduler:
         excess = self.waiting + ahead + choices - len(self._free_slots) - limit
         if excess > 0:
             raise Overloaded(
-                f"The server already has {self.waiting} requests waiting. Please retry later.",
+                f"The server's queue is full: {self.waiting} wait, and {limit} may. Please retry later.",
                 retry_after_s=self._drain.retry_after_s(now, excess if ahead else choices),
             )
         token_limit = self._config.max_queued_tokens
@@ -299,7 +299,7 @@ class Scheduler:
             tokens = most.get(sequence.id, 1)
             if tokens and building.budget > 0 and sequence.id in self._running:
                 self._plan_row(sequence, pending, building, tokens)
-        if not building.rows and not building.moves and not building.opened:
+        if not (building.rows or building.moves or building.writes or building.opened):
             return None
         self._next_step = StepId(self._next_step + 1)
         self._cache.begin_step(building.step_id)
@@ -457,12 +457,13 @@ class Scheduler:
         return self._part(lane_of(effective, self._config.lane_tokens), sequence, effective)
 
     def _prompt_budget(self) -> int:
-        """What this step may spend on prompts; see ChunkSizer.begin."""
+        """How many prompt tokens this step may have, those far into a prompt counted by weight: what its rows that
+        decode leave, and as many as those can wait for."""
         shape = NO_ROWS
         for sequence in self._running.values():
             if sequence.pending_tokens == 1:
                 shape += shape_of_row(sequence.planned_tokens, 1)
-        return self._sizer.begin(shape)
+        return max(1, min(self._config.step_token_budget - shape.rows, self._sizer.begin(shape)))
 
     def _divide(self, budget: int, parts: list[_Part]) -> list[int]:
         """A step's prompt tokens: in equal parts over the lanes that want any; in each a part to the oldest, and the

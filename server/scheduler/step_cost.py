@@ -39,10 +39,6 @@ def shape_of_row(start: int, tokens: int) -> StepShape:
 NO_ROWS = StepShape(rows=0, tokens=0, context_reads=0.0)
 
 
-WEIGHED_TOKENS = 64
-LEAST_WEIGHT = 1e-3
-
-
 class StepCost(Protocol):
     def seconds(self, shape: StepShape) -> float:
         """What such a step is expected to take; 0 where nothing is known yet."""
@@ -135,35 +131,41 @@ class ChunkSizer:
         self._target_s = target_s
         self._sizes = chunk_sizes(page_tokens, most_tokens)
         self._decoding = NO_ROWS
-        self._weights: dict[int, float] = {}
+        self._fits: dict[int, int] = {}
+        self._limit_s = 0.0
 
     @property
     def cost(self) -> StepCost:
         return self._cost
 
     def begin(self, decoding: StepShape) -> int:
-        """Of a step with these rows that decode: what may be spent on prompts, by `weight` for each token."""
-        self._decoding, self._weights = decoding, {}
-        if not self._is_bound:
-            return self._sizes[-1]
-        alone_s = self._cost.seconds(decoding)
-        if not alone_s:  # nothing was measured yet
+        """Of a step with these rows that decode: how many tokens at the beginning of a prompt may join it."""
+        self._decoding, self._fits = decoding, {}
+        alone_s = self._cost.seconds(decoding) if self._is_bound else 0.0
+        if not alone_s:  # no bound, or nothing was measured yet
             self._decoding = NO_ROWS
             return self._sizes[-1]
-        return max(1, int(1e6 * max(self._target_s - alone_s, alone_s * LEAST_SHARE / (1 - LEAST_SHARE))))
+        self._limit_s = max(self._target_s, alone_s / (1 - LEAST_SHARE))
+        return self._fitting(0)
 
     def weight(self, start: int) -> float:
-        """What a token costs that follows on `start` others of its prompt: 1, or microseconds where time is the bound.
-        Looked up by powers of two."""
-        if not self._is_bound:
-            return 1.0
+        """As how many such tokens one counts that follows on `start` others of its prompt, by how many of each would
+        fit alone. Looked up by powers of two."""
+        return self._fitting(0) / self._fitting(start) if self._is_bound else 1.0
+
+    def _fitting(self, start: int) -> int:
+        """How many tokens after `start` may join the step, if nothing else does; at least one."""
         doublings = start.bit_length()
-        if doublings not in self._weights:
-            alone_s = self._cost.seconds(self._decoding)
-            piece = shape_of_row(start, min(WEIGHED_TOKENS, self._sizes[-1]))
-            more_s = self._cost.seconds(self._decoding + piece) - alone_s
-            self._weights[doublings] = max(LEAST_WEIGHT, 1e6 * more_s / piece.tokens)
-        return self._weights[doublings]
+        if doublings not in self._fits:
+            fewest, most = 1, self._sizes[-1]
+            while fewest < most:
+                middle = (fewest + most + 1) // 2
+                if self._cost.seconds(self._decoding + shape_of_row(start, middle)) <= self._limit_s:
+                    fewest = middle
+                else:
+                    most = middle - 1
+            self._fits[doublings] = fewest
+        return self._fits[doublings]
 
     def size(self, tokens: int, last: int) -> int:
         """The size for a piece that may have so many tokens, when the one before had `last`."""

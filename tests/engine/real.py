@@ -42,7 +42,7 @@ def load_gguf(path: Path, dtype: torch.dtype = torch.float32) -> tuple[ModelSpec
 
 
 class RealHouse(House):
-    """The house over the real runner."""
+    """The house over the real runner. How long its steps take decides nothing: the same plans are made each time."""
 
     def __init__(self, spec: ModelSpec, weights: Weights, *, page_tokens: int = 4, slabs: int, **config: Any) -> None:
         full, window = page_byte_sizes(spec, page_tokens, weights.embedding.dtype)
@@ -61,10 +61,12 @@ class RealHouse(House):
             slots=config.get("max_sequences", 64),
             context_tokens=spec.context_tokens,
         )
-        super().__init__(layout, runner, context_tokens=spec.context_tokens, rebuild=runner.rebuild, **config)
+        fixed = {"target_itl_ms": 0.0, "forgiven_tokens_per_s": 500.0}
+        super().__init__(layout, runner, context_tokens=spec.context_tokens, rebuild=runner.rebuild, **(fixed | config))
 
     def poison(self, value: float) -> None:
-        """Fill every byte of the arena that no sequence owns and that is no cache."""
+        """Fill every byte of the arena that no sequence owns, that no step in flight may still read for one that has
+        left, and that is no cache. (Such a row is dropped, but what it reads decides which experts it takes along.)"""
         owned = torch.zeros_like(self.arena.memory, dtype=torch.bool)
         whole = self.arena.memory
         pages = [
@@ -73,6 +75,7 @@ class RealHouse(House):
             for sequence in self.scheduler._running
             for page in self.cache.pages_of(sequence, kind).values()
         ]
+        pages += [each for waiting in self.cache._quarantine.values() for each in waiting if isinstance(each, tuple)]
         for node in self.cache._tree.nodes():
             pages += [(PageKind.FULL, PageId(page)) for page in node.full.tolist()]
             pages += [(PageKind.WINDOW, PageId(page)) for page in node.window.tolist() if page != NO_PAGE]

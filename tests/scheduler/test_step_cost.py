@@ -113,3 +113,22 @@ def test_a_piece_never_has_more_tokens_than_there_is_room_for() -> None:
     for _ in range(2_000):
         tokens = rng.randrange(1, 3_000)
         assert 1 <= sizer.size(tokens, rng.randrange(2_000)) <= tokens
+
+
+class ExpertsFirst:
+    """Steps of a mixture of experts: the first tokens bring the reading of all weights, and the others little more."""
+
+    def seconds(self, shape: StepShape) -> float:
+        return 0.005 + 0.040 * (1 - 0.98**shape.tokens) + 1e-5 * shape.tokens + 1e-10 * shape.context_reads
+
+    def note(self, shape: StepShape, seconds: float) -> None:
+        pass
+
+
+@pytest.mark.parametrize("start", [0, 10_000, 500_000])
+def test_a_target_is_used_up_where_the_first_tokens_cost_most(start: int) -> None:
+    cost = ExpertsFirst()
+    sizer = ChunkSizer(cost, target_s=0.1, page_tokens=16, most_tokens=8_192)
+    shape = decoding(1)
+    tokens = int(sizer.begin(shape) / sizer.weight(start))
+    assert 0.08 <= cost.seconds(shape + shape_of_row(start, tokens)) <= 0.101
