@@ -245,7 +245,7 @@ def table(seen: Sequence[Seen], turns: Sequence[TurnSeen]) -> str:
     if turns:
         lines += [
             "",
-            "| eight chats, turn | tokens of prompts | new | computed | to rebuild windows |",
+            "| eight chats, turn | tokens of prompts | new | computed (work, in tokens) | positions rebuilt |",
             "|---|---|---|---|---|",
         ]
         for each in turns:

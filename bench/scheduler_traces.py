@@ -21,7 +21,7 @@ from typing import Any
 from server.cache.kv_cache import CachePolicy
 from server.config import SchedulerConfig
 from server.simulator.command import page_tokens_of
-from server.simulator.figures import COLD, EVERYBODY, KINDS, LONG, SHORT, Figures, Quantiles, draw
+from server.simulator.figures import COLD, EVERYBODY, KINDS, LONG, SHORT, Figures, draw, spread
 from server.simulator.models import PRESETS
 from server.simulator.serve_command import Plan, compare
 from server.simulator.setting import Setting
@@ -137,8 +137,8 @@ def table(figures: Mapping[str, Figures]) -> str:
     ]
     for name, each in figures.items():
         cells = [
-            *(_spread(each.kinds[kind].ttft_s, 1.0) for kind in kinds),
-            _spread(each.kinds[EVERYBODY].itl_s, 1e3),
+            *(spread(each.kinds[kind].ttft_s, 1.0) for kind in kinds),
+            spread(each.kinds[EVERYBODY].itl_s, 1e3),
             f"{each.hit_rate:.1%}",
             f"{each.preemptions:,}",
             f"{each.overtaken_late:,} ({each.overtaken_late_at_arrival:,})",
@@ -169,10 +169,6 @@ def _ratio(ours: Figures, theirs: Figures | None, target: Target) -> str:
         return "-"
     mine, base = (getattr(each.kinds[target.kind].ttft_s, target.quantile) for each in (ours, theirs))
     return f"x {mine / base:.2f}{'' if mine <= target.most * base else ' (missed)'}"
-
-
-def _spread(found: Quantiles | None, scale: float) -> str:
-    return "-" if found is None else " / ".join(f"{scale * each:.3g}" for each in (found.p50, found.p90, found.p99))
 
 
 def picture(found: Found, path: Path) -> None:

@@ -81,8 +81,9 @@ STEP_TOKEN_BUCKETS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 1
 CHOICE_BUCKETS = (1, 2, 5, 10, 20, 50, 100)
 HTTP_TIME_BUCKETS = (0.005, 0.01, 0.05, 0.1, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 600.0)
 
-PREFIXES = ("vllm:", "twinpane:")
-"""Every engine metric is shown under both: the first is what dashboards and autoscalers read."""
+OUR_PREFIX = "twinpane:"
+BOTH_PREFIXES = ("vllm:", OUR_PREFIX)
+"""What vLLM counts as well is shown under both: the first is what dashboards and autoscalers read."""
 
 OUTCOMES = ("stop", "length", "abort", "error")
 
@@ -99,15 +100,16 @@ def token_count_buckets(largest: int) -> tuple[int, ...]:
         decade *= 10
 
 
-class _BothPrefixes(Collector):
-    """The engine metrics of one registry, re-emitted under each prefix; kept once, doubled only when scraped."""
+class _Prefixed(Collector):
+    """The metrics of one registry, re-emitted under each prefix; kept once, doubled only when scraped."""
 
-    def __init__(self, source: CollectorRegistry) -> None:
+    def __init__(self, source: CollectorRegistry, prefixes: Sequence[str]) -> None:
         self._source = source
+        self._prefixes = prefixes
 
     def collect(self) -> Iterator[Metric]:
         families = list(self._source.collect())
-        for prefix in PREFIXES:
+        for prefix in self._prefixes:
             for family in families:
                 shown = Metric(prefix + family.name, family.documentation, family.type)
                 shown.samples = [
@@ -156,7 +158,9 @@ class Metrics:
         """lanes: the names of the scheduler's lanes, in order."""
         self._engine = CollectorRegistry(auto_describe=False)
         self._shown = CollectorRegistry(auto_describe=False)
-        self._shown.register(_BothPrefixes(self._engine))
+        self._ours = CollectorRegistry(auto_describe=False)
+        self._shown.register(_Prefixed(self._engine, BOTH_PREFIXES))
+        self._shown.register(_Prefixed(self._ours, [OUR_PREFIX]))
         self._labels = {"model_name": model_name, "engine": "0"}
         self._fault_logged = False
         tokens = token_count_buckets(context_tokens)
@@ -164,35 +168,45 @@ class Metrics:
         self._running = self._gauge("num_requests_running", "Requests that hold memory and take part in steps.")
         self._waiting = self._gauge("num_requests_waiting", "Requests in the queue.")
         self._kv_usage = self._gauge("kv_cache_usage_perc", "Share of KV memory held by pages, 0 to 1.")
-        self._full_usage = self._gauge("full_token_usage", "Share of KV memory held by full pages, 0 to 1.")
-        self._window_usage = self._gauge("swa_token_usage", "Share of KV memory held by window pages, 0 to 1.")
-        self._cached_usage = self._gauge(
-            "prefix_cache_usage_perc", "Share of KV memory held by cached prefixes that nobody uses now, 0 to 1."
+        self._full_usage = self._gauge("full_token_usage", "Share of KV memory held by full pages, 0 to 1.", ours=True)
+        self._window_usage = self._gauge(
+            "swa_token_usage", "Share of KV memory held by window pages, 0 to 1.", ours=True
         )
-        self._evicted = self._counter("prefix_cache_evicted_pages", "Cached pages given up for memory.", ("kind",))
-        self._rebuilt = self._counter("window_rebuilt_tokens", "Positions run again to get their window K/V back.")
-        self._stranded = self._gauge("kv_stranded_bytes", "Bytes of KV slabs in use that hold no page.")
+        self._cached_usage = self._gauge(
+            "prefix_cache_usage_perc",
+            "Share of KV memory held by cached prefixes that nobody uses now, 0 to 1.",
+            ours=True,
+        )
+        self._evicted = self._counter(
+            "prefix_cache_evicted_pages", "Cached pages given up for memory.", ("kind",), ours=True
+        )
+        self._rebuilt = self._counter(
+            "window_rebuilt_tokens", "Positions run again to get their window K/V back.", ours=True
+        )
+        self._stranded = self._gauge("kv_stranded_bytes", "Bytes of KV slabs in use that hold no page.", ours=True)
 
         self._lanes = tuple(lanes)
         self._lane_waiting = Gauge(
             "queue_depth",
             "Sequences in the queue by lane of tokens to compute.",
             (*self._labels, "lane"),
-            registry=self._engine,
+            registry=self._ours,
         )
         self._lane_waits = Histogram(
             "queue_wait_seconds",
             "Time in the queue by lane.",
             (*self._labels, "lane"),
             buckets=REQUEST_TIME_BUCKETS,
-            registry=self._engine,
+            registry=self._ours,
         )
         for lane in self._lanes:
             self._lane_waiting.labels(**self._labels, lane=lane)
             self._lane_waits.labels(**self._labels, lane=lane)
-        self._chunks = self._histogram("prefill_chunk_tokens", "Prompt tokens of a row of a step.", STEP_TOKEN_BUCKETS)
+        self._chunks = self._histogram(
+            "prefill_chunk_tokens", "Prompt tokens of a row of a step.", STEP_TOKEN_BUCKETS, ours=True
+        )
         self._matches = self._counter(
-            "queue_prefix_matches", "Comparisons that keep known what is cached of those who wait."
+            "queue_prefix_matches", "Comparisons that keep known what is cached of those who wait.", ours=True
         )
 
         self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens processed.")
@@ -201,15 +215,19 @@ class Metrics:
         self._cached = self._counter("prompt_tokens_cached", "Prompt tokens whose KV was reused.")
         self._prefix_queries = self._counter("prefix_cache_queries", "Prompt tokens looked up in the prefix tree.")
         self._prefix_hits = self._counter("prefix_cache_hits", "Prompt tokens found in the prefix tree.")
-        self._faults = self._counter("metric_faults", "Facts that could not be counted as they were given.")
-        self._violations = self._counter("stream_ending_violations", "Answers that did not end in exactly one way.")
+        self._faults = self._counter("metric_faults", "Facts that could not be counted as they were given.", ours=True)
+        self._violations = self._counter(
+            "stream_ending_violations", "Answers that did not end in exactly one way.", ours=True
+        )
         self._outcomes = self._counter("request_success", "Ended requests by how they ended.", ("finished_reason",))
-        self._rejections = self._counter("admission_rejections", "Requests refused before admission.", ("reason",))
+        self._rejections = self._counter(
+            "admission_rejections", "Requests refused before admission.", ("reason",), ours=True
+        )
         for outcome in OUTCOMES:
             self._outcomes.labels(**self._labels, finished_reason=outcome)
 
         self._step_tokens = self._histogram("iteration_tokens_total", "Tokens computed in a step.", STEP_TOKEN_BUCKETS)
-        self._step_time = self._histogram("step_time_seconds", "Duration of a step.", TOKEN_TIME_BUCKETS)
+        self._step_time = self._histogram("step_time_seconds", "Duration of a step.", TOKEN_TIME_BUCKETS, ours=True)
         self._token_gap = _StepHistogram(
             "inter_token_latency_seconds", "Time between two tokens of a choice.", TOKEN_TIME_BUCKETS, self._labels
         )
@@ -327,16 +345,20 @@ class Metrics:
             return generate_latest(self._shown)
         return b""
 
-    def _gauge(self, name: str, text: str) -> Gauge:
-        return Gauge(name, text, tuple(self._labels), registry=self._engine).labels(**self._labels)
+    def _gauge(self, name: str, text: str, *, ours: bool = False) -> Gauge:
+        return Gauge(name, text, tuple(self._labels), registry=self._registry(ours)).labels(**self._labels)
 
-    def _counter(self, name: str, text: str, more_labels: tuple[str, ...] = ()) -> Counter:
-        counter = Counter(name, text, (*self._labels, *more_labels), registry=self._engine)
+    def _counter(self, name: str, text: str, more_labels: tuple[str, ...] = (), *, ours: bool = False) -> Counter:
+        counter = Counter(name, text, (*self._labels, *more_labels), registry=self._registry(ours))
         return counter if more_labels else counter.labels(**self._labels)
 
-    def _histogram(self, name: str, text: str, buckets: Sequence[float]) -> Histogram:
-        histogram = Histogram(name, text, tuple(self._labels), buckets=buckets, registry=self._engine)
+    def _histogram(self, name: str, text: str, buckets: Sequence[float], *, ours: bool = False) -> Histogram:
+        histogram = Histogram(name, text, tuple(self._labels), buckets=buckets, registry=self._registry(ours))
         return histogram.labels(**self._labels)
+
+    def _registry(self, ours: bool) -> CollectorRegistry:
+        """ours: vLLM has no metric of this name."""
+        return self._ours if ours else self._engine
 
     def _sane(self, value: float) -> float:
         """The value, or 0 if it is negative or not finite."""

@@ -56,6 +56,7 @@ class Parse(Protocol[T_co]):
 KNOWN_METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 COMPLETION_DEFAULT_TOKENS = 16
 RETRY_AFTER_LOADING_S = 5.0
+CHAT_ID, COMPLETION_ID = "chatcmpl-", "cmpl-"
 MAX_REMEMBERED_NAMES = 1024
 PROMETHEUS_TEXT = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -152,7 +153,7 @@ class Api:
         logprobs = generation.sampling.logprobs is not None
         with Job(self._ctx, call, generation) as job:
             job.submit(tokens, hints, param="messages", default_tokens=self._ctx.engine.limits.context_tokens)
-            head = self._head(f"chatcmpl-{call.request_id}")
+            head = self._head(f"{CHAT_ID}{call.request_id}")
             headers = self._ignored(generation)
             if generation.stream:
                 shape = ChatStream(head, choices=job.choices, stream_usage=_stream_usage(generation, job))
@@ -176,7 +177,7 @@ class Api:
         with Job(self._ctx, call, generation, prompts=len(prompts)) as job:
             for tokens, hints in prompts:
                 job.submit(tokens, hints, param="prompt", default_tokens=COMPLETION_DEFAULT_TOKENS)
-            head = self._head(f"cmpl-{call.request_id}")
+            head = self._head(f"{COMPLETION_ID}{call.request_id}")
             headers = self._ignored(generation)
             if generation.stream:
                 shape = CompletionStream(
@@ -335,14 +336,15 @@ class Api:
         await call.respond(200, b'{"flushed":true}')
 
     async def _timeline(self, call: Call) -> None:
-        """What happened to a request, by the x-request-id of its answer, times in seconds from its arrival."""
+        """What happened to a request, by its x-request-id or the id of its answer, in seconds from its arrival."""
         self._check_admin(call)
         name = call.path.removeprefix("/debug/requests/")
-        found = self._ctx.engine.timelines(name)
+        of = self._ctx.engine.timelines
+        found = of(name) or of(name.removeprefix(CHAT_ID).removeprefix(COMPLETION_ID))
         if not found:
             raise HttpRefusal(
-                f"No request {name[:256]!r} is remembered here: ids are those of the x-request-id header of answers, "
-                "and the oldest are forgotten.",
+                f"No request {name[:256]!r} is remembered here: ids are those of answers, or of their x-request-id "
+                "header, and the oldest are forgotten.",
                 status=404,
                 code="request_not_found",
             )

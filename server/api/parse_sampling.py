@@ -26,6 +26,7 @@ from server.api.fields import (
     invalid,
     json_object,
     number,
+    one_of,
     read,
     string,
     too_long,
@@ -140,10 +141,14 @@ def parse_generation(body: Mapping[str, Json], *, border: Border, logprobs: int 
         stream=values["stream"],
         include_usage=options["include_usage"],
         continuous_usage=options["continuous_usage_stats"],
-        priority=values["priority"] + SERVICE_TIERS.get(values["service_tier"], 0),
+        priority=values["priority"] + SERVICE_TIERS[values["service_tier"]],
         cache_salt=values["cache_salt"],
         ignored=(),
     )
+
+
+SERVICE_TIERS = {"auto": 0, "default": 0, "flex": 1, "scale": 0, "priority": -1}
+"""OpenAI's, and the steps of `priority` that they stand for here."""
 
 
 @lru_cache(maxsize=8)
@@ -172,15 +177,12 @@ def shared_fields(border: Border) -> Table:
         "include_stop_str_in_output": Field(boolean, False),
         "ignore_eos": Field(boolean, False),
         "stream": Field(boolean, False),
-        "service_tier": Field(string),
+        "service_tier": Field(one_of(*SERVICE_TIERS), "auto"),
         "priority": Field(integer(minimum=-MAX_PRIORITY, maximum=MAX_PRIORITY), 0),
         "cache_salt": Field(_cache_salt),
         "skip_special_tokens": Field(boolean, True),
     }
 
-
-SERVICE_TIERS = {"priority": -1, "flex": 1}
-"""Steps of `priority` that a service tier stands for; all other names change nothing."""
 
 WITHOUT_EFFECT = frozenset(
     {

@@ -6,7 +6,7 @@ import itertools
 import logging
 import math
 from collections import deque
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Collection, Hashable
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -78,7 +78,8 @@ class _PlanBuilder:
     writes: list[TableWrite] = field(default_factory=list)
     opened: list[SlotOpening] = field(default_factory=list)
     rows: list[RowPlan] = field(default_factory=list)
-    secured: set[SequenceId] = field(default_factory=set)
+    secured: dict[SequenceId, int] = field(default_factory=dict)
+    """Up to which position each has its pages; none of them is preempted for this plan."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,22 +211,22 @@ class Scheduler:
         excess = self.waiting + ahead + choices - len(self._free_slots) - limit
         if excess > 0:
             raise Overloaded(
-                f"The server's queue is full: {self.waiting} wait, and {limit} may. Please retry later.",
+                f"The server's queue has no room: {self.waiting} of {limit} places are taken. Please retry later.",
                 retry_after_s=self._drain.retry_after_s(now, excess if ahead else choices),
             )
         token_limit = self._config.max_queued_tokens
         if self.waiting > len(self._free_slots) and self._queued_tokens + tokens > token_limit:
             raise Overloaded(
-                f"The server already has {self._queued_tokens} prompt tokens waiting, and with yours they would be more"
-                f" than {token_limit}. Please retry later.",
+                f"The server's queue has no room: it may hold {token_limit} prompt tokens, {self._queued_tokens} wait, "
+                f"and yours are {tokens} more. Please retry later.",
                 retry_after_s=self._drain.retry_after_s(now, choices),
             )
         if 2 * (self.waiting + choices) > limit and self._shares.waiting(client):
             allowance = self._shares.allowance(client, limit, now)
             if allowance < limit and self._shares.waiting(client) + choices > allowance:
                 raise Overloaded(
-                    f"This API key already has {self._shares.waiting(client)} requests waiting, and others wait too. "
-                    "Please retry later.",
+                    f"The server's queue has no room for this API key, since others wait too: its share is {allowance} "
+                    f"places, and {self._shares.waiting(client)} are taken. Please retry later.",
                     retry_after_s=self._drain.retry_after_s(now, choices),
                 )
 
@@ -321,6 +322,7 @@ class Scheduler:
         gaps: list[float] = []
         chunks: list[int] = []
         shape = NO_ROWS
+        step_s = round(result.device_s, 6)
         for row, outcome in zip(plan.rows, result.rows, strict=True):
             stop = row.stop
             computed += stop - row.start
@@ -336,7 +338,7 @@ class Scheduler:
             self._shares.served(sequence.request.client, stop - row.start)
             if row.start < len(sequence.request.prompt_tokens):
                 chunks.append(stop - row.start)
-                self._note(sequence, now, "computed", start=row.start, tokens=stop - row.start, step_s=result.device_s)
+                self._note(sequence, now, "computed", start=row.start, tokens=stop - row.start, step_s=step_s)
             prompt += sequence.advance(stop)
             self._cache.commit(sequence.id, stop, now)
             if row.samples:
@@ -554,12 +556,14 @@ class Scheduler:
     def _secure(self, sequence: Sequence, stop: int, building: _PlanBuilder) -> bool:
         """Pages for positions up to `stop`; preempts others, in the end itself, when memory is dry. Who has them is not
         preempted for this plan."""
+        if building.secured.get(sequence.id, 0) >= stop:
+            return True
         while True:
             reservation = self._cache.reserve(sequence.id, stop, building.now)
             building.moves += reservation.moves
             building.writes += reservation.writes
             if reservation.granted:
-                building.secured.add(sequence.id)
+                building.secured[sequence.id] = stop
                 return True
             if self._cache.steps_in_flight:
                 self._short = True
@@ -697,7 +701,7 @@ class Scheduler:
             _, request_id = self._deadlines.popleft()
             self.fail(request_id, RequestTimeout(self._config.request_timeout_s), now)
 
-    def _least_worthy(self, secured: set[SequenceId]) -> Sequence | None:
+    def _least_worthy(self, secured: Collection[SequenceId]) -> Sequence | None:
         """Whom to preempt: the last in order that has no pages for this plan yet, never the longest waiting."""
         oldest = self._oldest()
         victims = [s for s in self._running.values() if s.id not in secured and s is not oldest]

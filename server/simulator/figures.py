@@ -15,11 +15,11 @@ from server.simulator.serving import Answer, Served
 SHORT_TOKENS = 4 * 1024
 COLD_TOKENS = 16 * 1024
 LONG_TOKENS = LANE_TOKENS[0]
-EVERYBODY, SHORT, COLD, LONG = "all", "short", "cold-long", "64K-"
+EVERYBODY, SHORT, COLD, LONG = "all", "short", "cold-long", "64K and more"
 KINDS: Mapping[str, str] = {
     EVERYBODY: "all requests",
-    SHORT: f"short: fewer than {SHORT_TOKENS // 1024}K tokens to compute",
-    COLD: f"cold and long: more than {COLD_TOKENS // 1024}K tokens to compute",
+    SHORT: f"fewer than {SHORT_TOKENS // 1024}K tokens to compute",
+    COLD: f"more than {COLD_TOKENS // 1024}K tokens to compute",
     LONG: f"prompts of {LONG_TOKENS // 1024}K tokens and more",
     **{name: f"prompts of {name} tokens" for name in lane_names(LANE_TOKENS)},
 }
@@ -159,6 +159,15 @@ def overtaken_late(answers: Sequence[Answer], tokens_per_s: float, effective: Ca
 def _order(answer: Answer) -> int:
     assert answer.order is not None, "who has an answer has begun"
     return answer.order
+
+
+def spread(found: Quantiles | None, scale: float) -> str:
+    """As it is printed: half, 90 % and 99 %, times scale."""
+    return "-" if found is None else " / ".join(_number(scale * each) for each in (found.p50, found.p90, found.p99))
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if value >= 99.95 else f"{value:.3g}"
 
 
 def draw(figures: Sequence[Figures], title: str, axes: Any, kind: str) -> None:

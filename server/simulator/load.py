@@ -56,10 +56,14 @@ def least_work_s(trace: Trace, left: Sequence[float], cost: StepCost, scheduler:
     return steps * cost.seconds(each)
 
 
+def span_s(trace: Trace) -> float:
+    """From the first request to the last."""
+    return trace.requests[-1].arrival_s - trace.requests[0].arrival_s if trace.requests else 0.0
+
+
 def time_factor(trace: Trace, work_s: float, load: float) -> float:
     """What the trace's times are multiplied with, so that its requests bring `load` seconds of work a second. Raises
     StartupError where all come at once."""
-    span_s = trace.requests[-1].arrival_s - trace.requests[0].arrival_s if trace.requests else 0.0
-    if not span_s:
+    if not span_s(trace):
         raise StartupError("--load: the trace has no requests, or all of them come at the same time")
-    return work_s / (load * span_s)
+    return work_s / (load * span_s(trace))

@@ -16,8 +16,8 @@ from server.config import BY_NAME, Flag, SchedulerConfig
 from server.errors import StartupError
 from server.scheduler.priority import POLICIES
 from server.simulator.arrivals import closed_loop, open_loop
-from server.simulator.figures import KINDS, Figures, Quantiles, draw, figures_of
-from server.simulator.load import least_work_s, time_factor, tokens_left
+from server.simulator.figures import KINDS, Figures, Quantiles, draw, figures_of, spread
+from server.simulator.load import least_work_s, span_s, time_factor, tokens_left
 from server.simulator.serving import Serving
 from server.simulator.setting import Setting
 from server.simulator.step_costs import COST_MODELS, CostModel
@@ -77,11 +77,13 @@ class Plan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """A trace served under several policies. work_s: see load.least_work_s; factor: of the trace's times."""
+    """A trace served under several policies. work_s: see load.least_work_s; factor: of the trace's times; offered_load:
+    seconds of work a second, in an open loop; 0 where all come at once."""
 
     plan: Plan
     work_s: float
     factor: float
+    offered_load: float
     figures: tuple[Figures, ...]
 
 
@@ -179,7 +181,14 @@ def compare(
             )
             served = serving.run(bar.update)
             figures.append(figures_of(served, policy, left, serving.scheduler.forgiven_tokens_per_s))
-    return Comparison(plan=plan, work_s=work_s, factor=factor, figures=tuple(figures))
+    offered_s = factor * span_s(trace)
+    return Comparison(
+        plan=plan,
+        work_s=work_s,
+        factor=factor,
+        offered_load=work_s / offered_s if offered_s else 0.0,
+        figures=tuple(figures),
+    )
 
 
 def _report(found: Comparison, setting: Setting, budget_gb: float) -> dict[str, Any]:
@@ -202,34 +211,47 @@ def _report(found: Comparison, setting: Setting, budget_gb: float) -> dict[str, 
 def _page(found: Comparison, setting: Setting, options: argparse.Namespace) -> str:
     plan, figures = found.plan, found.figures
     load = "the trace's own times" if plan.load is None else f"load {plan.load:g} (times x {found.factor:.3g})"
-    lines = [
-        f"{setting.shape.name}, {options.budget_gb:g} GB, {_named(plan.cost_model)}, {plan.loop}, {load}",
-        _row("", *(each.policy for each in figures)),
-    ]
+    rows: list[tuple[str, ...]] = [("", *(each.policy for each in figures))]
     first = figures[0]
     for title, of, scale in (("TTFT, s", _ttft, 1.0), ("ITL, ms", _itl, 1e3)):
-        lines.append(f"{title}: half / 90 % / 99 % wait at most")
+        rows.append((f"{title}: half / 90 % / 99 % wait at most",))
         for kind in KINDS:
             if requests := first.kinds[kind].requests:
-                lines.append(_row(f"  {kind} ({requests:,})", *(_spread(of(each, kind), scale) for each in figures)))
-    lines += [
-        _row("hit rate", *(f"{each.hit_rate:.2%}" for each in figures)),
-        _row("preemptions", *(f"{each.preemptions:,}" for each in figures)),
-        _row("device busy", *(f"{each.busy_share:.1%}" for each in figures)),
-        _row("... with prompts", *(f"{each.prompt_share:.1%}" for each in figures)),
-        _row(
+                rows.append((f"  {kind} ({requests:,})", *(spread(of(each, kind), scale) for each in figures)))
+    rows += [
+        ("hit rate", *(f"{each.hit_rate:.2%}" for each in figures)),
+        ("preemptions", *(f"{each.preemptions:,}" for each in figures)),
+        ("device busy", *(f"{each.busy_share:.1%}" for each in figures)),
+        ("... with prompts", *(f"{each.prompt_share:.1%}" for each in figures)),
+        (
             "overtaken too late",
             *(f"{each.overtaken_late:,} ({each.overtaken_late_at_arrival:,})" for each in figures),
         ),
-        _row("... tokens forgiven a s", *(f"{each.forgiven_tokens_per_s:,.0f}" for each in figures)),
-        _row("larger than all memory", *(f"{each.refused:,}" for each in figures)),
-        _row("time served", *(f"{each.span_s:,.0f} s" for each in figures)),
+        ("... tokens forgiven a s", *(f"{each.forgiven_tokens_per_s:,.0f}" for each in figures)),
+        ("larger than all memory", *(f"{each.refused:,}" for each in figures)),
+        ("time served", *(f"{each.span_s:,.0f} s" for each in figures)),
     ]
+    lines = [
+        f"{setting.shape.name}, {options.budget_gb:g} GB, {_named(plan.cost_model)}, {plan.loop}, {load}",
+        *_columns(rows),
+    ]
+    if not plan.closed and found.offered_load > 1:
+        lines.append(
+            f"Its requests bring {found.offered_load:.2g} seconds of work a second: the queue grows as long as they "
+            "come, so waits say how long the trace is (see --load)."
+        )
     return "\n".join(lines)
 
 
-def _row(head: str, *cells: str) -> str:
-    return f"{head:<24}" + "".join(f"{cell:>24}" for cell in cells)
+def _columns(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Rows of one cell are titles, and as wide as they like."""
+    cells = [row for row in rows if len(row) > 1]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    return [
+        row[0].ljust(widths[0])
+        + "".join(f"  {cell:>{width}}" for cell, width in zip(row[1:], widths[1:], strict=False))
+        for row in rows
+    ]
 
 
 def _ttft(figures: Figures, kind: str) -> Quantiles | None:
@@ -238,10 +260,6 @@ def _ttft(figures: Figures, kind: str) -> Quantiles | None:
 
 def _itl(figures: Figures, kind: str) -> Quantiles | None:
     return figures.kinds[kind].itl_s
-
-
-def _spread(found: Quantiles | None, scale: float) -> str:
-    return "-" if found is None else " / ".join(f"{scale * each:.3g}" for each in (found.p50, found.p90, found.p99))
 
 
 def _named(model: CostModel) -> str:

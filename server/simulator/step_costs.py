@@ -84,10 +84,9 @@ def _mimo_v2_5_pro_on_8_h200() -> RooflineCost:
     )
 
 
-SMOLLM2_ON_TWO_CORES = FixedCost(step_s=0.00463, row_s=0.0048, token_s=0.00114, read_s=5.56e-7)
-"""SmolLM2-135M in bf16 on two cores of an AMD EPYC, `python -m bench.step_costs --steps 80 --repeats 4`: off by 9 %
-(median) and 22 % (90 % of steps) on 80 steps that it was not fitted to. Others kept 1.1 cores busy meanwhile, so a
-quiet machine is faster, up to twice."""
+SMOLLM2_ON_TWO_CORES = FixedCost(step_s=0.00554, row_s=0.0023, token_s=0.00054, read_s=2.81e-7)
+"""SmolLM2-135M in bf16 on two cores of an AMD EPYC, `python -m bench.step_costs --steps 80 --repeats 4`, with nothing
+else running: off by 8 % (median) and 20 % (90 % of steps) on 80 steps that it was not fitted to."""
 
 COST_MODELS: Mapping[str, CostModel] = {
     each.name: each
@@ -103,7 +102,7 @@ COST_MODELS: Mapping[str, CostModel] = {
             name="cpu-smollm2",
             cost=SMOLLM2_ON_TWO_CORES,
             scheduler=SchedulerConfig(),
-            source="SmolLM2-135M on two cores that others used, too",
+            source="SmolLM2-135M on two cores of an AMD EPYC",
             is_estimate=False,
         ),
     )

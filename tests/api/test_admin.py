@@ -46,6 +46,9 @@ async def test_the_story_of_a_request_is_told_to_the_administrator(make_client: 
             ]
         ],
     }
+    for prefix in ("chatcmpl-", "cmpl-"):
+        by_answer = await client.http.get(f"/debug/requests/{prefix}known", headers=headers)
+        assert by_answer.json()["requests"] == answer.json()["requests"], "the id of an answer is as good"
     unknown = await client.http.get("/debug/requests/unknown", headers=headers)
     assert (unknown.status_code, error_of(unknown)["code"]) == (404, "request_not_found")
 
@@ -104,6 +107,12 @@ async def test_a_service_tier_is_a_step_of_priority(make_client: Make, fields: d
     client = make_client()
     assert (await client.chat(**fields)).status_code == 200
     assert client.engine.accepted[0].priority == priority
+
+
+async def test_a_service_tier_that_nobody_knows_is_refused(make_client: Make) -> None:
+    answer = await make_client().chat(service_tier="priorty")
+    assert answer.status_code == 400
+    assert error_of(answer)["param"] == "service_tier" and "priority" in error_of(answer)["message"]
 
 
 async def test_requests_with_one_api_key_are_one_clients_and_the_key_is_not_kept(make_client: Make) -> None:

@@ -285,7 +285,7 @@ def test_prompts_that_wait_are_bounded_in_tokens_but_one_may_always_wait() -> No
     house.submit("runs", tuple([1] * 10), outputs=5)
     house.step()
     house.submit("long", tuple([1] * 300), outputs=1)
-    with pytest.raises(Overloaded, match="300 prompt tokens waiting"):
+    with pytest.raises(Overloaded, match="300 wait, and yours are 1 more"):
         house.submit("more", (1,), outputs=1)
     house.run()
     assert set(house.ended) == {"runs", "long"}
@@ -297,7 +297,7 @@ def test_a_key_that_floods_the_queue_leaves_room_and_turns_to_another() -> None:
     for number in range(8):
         house.submit(f"flood{number}", tuple([1] * 20), outputs=3, client="flood")
     house.submit("guest0", tuple([2] * 20), outputs=3, client="guest")
-    with pytest.raises(Overloaded, match="This API key already has 8 requests waiting"):
+    with pytest.raises(Overloaded, match="its share is 5 places, and 8 are taken"):
         house.submit("flood8", tuple([1] * 20), outputs=3, client="flood")
     house.submit("guest1", tuple([2] * 20), outputs=3, client="guest")
     house.run()

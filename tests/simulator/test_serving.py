@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -266,7 +267,7 @@ def test_figures_are_the_same_when_they_are_read_back(tmp_path: Path) -> None:
     everybody = found.kinds["all"]
     assert everybody.requests == 20 and everybody.ttft_s is not None
     assert everybody.ttft_percentiles_s[50] == pytest.approx(everybody.ttft_s.p50)
-    assert found.kinds["64K-"].ttft_s is None
+    assert found.kinds["64K and more"].ttft_s is None
 
 
 # --- load -------------------------------------------------------------------------------------------------------------
@@ -333,6 +334,25 @@ def test_the_command_prints_what_happened_under_each_policy(tmp_path: Path, caps
     assert simulate(asked) == 0
     out = capsys.readouterr().out
     assert "an estimate" in out and "uncached-first" in out and "TTFT" in out
+
+
+def test_waits_of_any_length_are_printed_in_columns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [(float(t_s), -1, 0, 468, 60_000, 20, 1.0) for t_s in range(40)]
+    asked = [str(write_trace(tmp_path / "trace.csv", rows)), "--budget-gb", "40", "--serve", "--max-num-seqs", "1"]
+    assert simulate([*asked, "--cost-model", "cpu-smollm2"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    first, *_ = (line for line in lines if line.startswith("  all (40)"))
+    cells = re.split(r" {2,}", first.strip())
+    assert len(cells) == 3, first
+    assert all(re.fullmatch(r"[\d,]+ / [\d,]{6,} / [\d,]{6,}", cell) for cell in cells[1:]), first
+    assert {len(line) for line in lines if "  " in line.strip()} == {len(first)}, "the right edge is one line"
+    assert "the queue grows as long as they come" in lines[-1]
+
+
+def test_a_trace_that_leaves_time_is_not_warned_of(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write_trace(tmp_path / "trace.csv", random_rows(1))
+    assert simulate([str(path), "--budget-gb", "40", "--serve", "--load", "0.8"]) == 0
+    assert "the queue grows" not in capsys.readouterr().out
 
 
 def test_the_command_draws_how_long_requests_wait(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
