@@ -129,8 +129,29 @@ static int most_keys_first(const void *a, const void *b) {
     return less < more ? 1 : less > more ? -1 : 0;
 }
 
+/* Keys that a row's queries look at in a layer that sees all. */
+INLINE int64_t looks(const Step *step, int64_t row) {
+    return step->counts[row] * (step->starts[row] + step->counts[row] / 2 + 1);
+}
+
+/* Into how many blocks of nearly one size a row's queries are cut for each of `heads` KV heads: as few as QUERY_ROWS
+ * allows, but more where one of them would keep a thread busy when the others have nothing left. */
+static int64_t pieces_of(const Step *step, int64_t row, int64_t all_looks, int32_t group, int32_t heads, int threads) {
+    const int64_t count = step->counts[row], least = CEIL_DIV(count, MAX(1, QUERY_ROWS / group));
+    const int64_t most = MAX(least, MIN(count, count * group / LEAST_QUERY_ROWS));
+    if (threads == 1 || most == least) return least;
+    const int64_t mine = looks(step, row), wanted = CEIL_DIV(mine * TASKS_EACH * threads, all_looks * heads);
+    const int64_t pieces = MIN(most, MAX(least, wanted));
+    if (2 * mine > all_looks && pieces * heads < 8 * threads) /* the same number of tasks for each thread */
+        for (int64_t more = pieces; more <= MIN(most, pieces + threads); more++)
+            if (more * heads % threads == 0) return more;
+    return pieces;
+}
+
 /* Cut rows into blocks of queries, the longest work first. */
 static int cut_blocks(Context *context, const Step *step) {
+    int64_t all_looks = 0;
+    for (int64_t row = 0; row < step->rows; row++) all_looks += looks(step, row);
     int used = 0;
     for (int32_t i = 0; i < context->model->layer_count; i++) {
         const Shape *shape = &context->model->layers[i].shape;
@@ -143,10 +164,9 @@ static int cut_blocks(Context *context, const Step *step) {
         context->group_count = MAX(context->group_count, used);
         blocks->group = group;
         blocks->count = 0;
-        const int64_t per_block = MAX(1, QUERY_ROWS / group);
         int64_t token = 0;
         for (int64_t row = 0; row < step->rows; row++) {
-            const int64_t pieces = CEIL_DIV(step->counts[row], per_block);
+            const int64_t pieces = pieces_of(step, row, all_looks, group, shape->kv_heads, context->pool->threads);
             if (blocks->count + pieces > blocks->have) {
                 const int64_t have = 2 * (blocks->count + pieces) + 64;
                 quiet(context->pool);
@@ -155,10 +175,11 @@ static int cut_blocks(Context *context, const Step *step) {
                 blocks->blocks = more;
                 blocks->have = have;
             }
-            for (int64_t first = 0; first < step->counts[row]; first += per_block) {
-                const int32_t count = (int32_t)MIN(per_block, step->counts[row] - first);
+            for (int64_t piece = 0, first = 0; piece < pieces; piece++) {
+                const int32_t count = (int32_t)((step->counts[row] - first) / (pieces - piece));
                 blocks->blocks[blocks->count++] =
                     (QueryBlock){(int32_t)row, count, token + first, step->starts[row] + first};
+                first += count;
             }
             token += step->counts[row];
         }

@@ -13,6 +13,8 @@
 #define BLOCK 64          /* keys */
 #define SEGMENT 256       /* keys that one partial result covers */
 #define QUERY_ROWS 96     /* query rows (tokens x heads that share a KV head) of one task */
+#define LEAST_QUERY_ROWS 24 /* cut finer for more threads, tasks have no fewer: keys are laid out anew for each */
+#define TASKS_EACH 3      /* so many of the longest tasks for each thread, at least */
 #define FEW_ROWS 16       /* query rows up to which the next block is fetched ahead: memory is what they wait for */
 #define NEVER (-INFINITY)
 
