@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import random
 import re
 import time
@@ -170,7 +171,10 @@ class Client:
 
 
 def open_session() -> aiohttp.ClientSession:
-    """No limit on connections, and a long one on time."""
+    """No limit on connections, and a long one on time. The collector does not look again at what is loaded: that would
+    take time from the server."""
+    gc.collect()
+    gc.freeze()
     return aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=REQUEST_LIMIT_S)
     )

@@ -9,7 +9,8 @@ from typing import Protocol
 import numpy as np
 
 MOST_GROWTH = 0.9
-"""A larger size is chosen only if it takes less than this of the target: sizes do not swing between two steps."""
+"""The next larger size is taken only if it needs less than this of the target: sizes do not swing from step to step."""
+SIZES_PER_DOUBLING = 8
 LEAST_SHARE = 0.5
 """Prompts may take this part of a step in any case: where answers alone take longer than the target, they go on too."""
 
@@ -109,13 +110,12 @@ class FittedCost:
 
 
 def chunk_sizes(page_tokens: int, most_tokens: int) -> list[int]:
-    """1, 2, 3, 4, 6, 8, 12, ... pages, as far as they are fewer than most_tokens, and that."""
-    pages = 1
-    sizes = set()
+    """1, 2, 3, ..., 16, 18, 20, ..., 32, 36, ... pages, as far as they are fewer than most_tokens, and that."""
+    sizes, pages = [], 1
     while pages * page_tokens < most_tokens:
-        sizes |= {pages * page_tokens, (pages + pages // 2) * page_tokens}
-        pages *= 2
-    return [*sorted(size for size in sizes if size < most_tokens), most_tokens]
+        sizes.append(pages * page_tokens)
+        pages += max(1, (1 << pages.bit_length() - 1) // SIZES_PER_DOUBLING)
+    return [*sizes, most_tokens]
 
 
 class ChunkSizer:
@@ -172,8 +172,9 @@ class ChunkSizer:
         at = bisect.bisect_right(self._sizes, tokens) - 1
         if at < 0:
             return tokens
-        if self._is_bound and self._sizes[at] > last > 0 and self._sizes[at] > MOST_GROWTH * tokens:
-            return max(min(last, tokens), self._sizes[max(0, at - 1)])
+        below = self._sizes[max(0, at - 1)]
+        if self._is_bound and self._sizes[at] > last >= below and self._sizes[at] > MOST_GROWTH * tokens:
+            return last
         return self._sizes[at]
 
     @property

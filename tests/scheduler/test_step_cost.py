@@ -53,9 +53,10 @@ def test_steps_that_are_all_alike_do_not_make_the_line_run_away() -> None:
 
 
 def test_pieces_have_few_sizes() -> None:
-    assert chunk_sizes(16, 300) == [16, 32, 48, 64, 96, 128, 192, 256, 300]
+    assert chunk_sizes(16, 300) == [*range(16, 257, 16), 288, 300]
     assert chunk_sizes(16, 9) == [9]
-    assert chunk_sizes(1, 8) == [1, 2, 3, 4, 6, 8]
+    assert chunk_sizes(1, 40) == [*range(1, 17), 18, 20, 22, 24, 26, 28, 30, 32, 36, 40]
+    assert len(chunk_sizes(128, 1 << 20)) == 16 + 9 * 8
 
 
 def piece(sizer: ChunkSizer, decoding: StepShape, start: int = 0, last: int = 0) -> int:
@@ -68,8 +69,11 @@ def sizer_of(target_ms: float, cost: FixedCost = LINE, most_tokens: int = 1_024)
 
 
 def test_a_piece_of_prompt_is_as_large_as_the_target_allows() -> None:
-    for target_ms, tokens in ((25, 14), (45, 16), (60, 32), (100, 64), (200, 128), (5_000, 1_024)):
-        assert piece(sizer_of(target_ms), decoding(2)) == tokens, target_ms
+    for target_ms in (45, 60, 100, 137, 200, 250):
+        fits = [n for n in range(16, 257, 16) if LINE.seconds(decoding(2) + shape_of_row(0, n)) <= target_ms / 1_000]
+        assert piece(sizer_of(target_ms), decoding(2)) == max(fits) < 256, target_ms
+    assert piece(sizer_of(25), decoding(2)) == 14, "less than a page"
+    assert piece(sizer_of(5_000), decoding(2)) == 1_024, "all that a step may have"
 
 
 def test_far_into_a_prompt_the_pieces_become_smaller() -> None:
@@ -105,6 +109,13 @@ def test_a_size_is_not_taken_back_and_forth_by_steps_near_the_target() -> None:
         sizes.append(sizer.size(65 if number % 2 else 63, sizes[-1]))
     assert set(sizes) == {48, 64}
     assert sum(one != other for one, other in itertools.pairwise(sizes)) == 1
+
+
+def test_a_piece_that_was_small_for_once_is_followed_by_a_large_one() -> None:
+    """A short prompt took part of one step: the one behind it has the next."""
+    sizer = sizer_of(100)
+    sizer.begin(decoding(1))
+    assert [sizer.size(65, last) for last in (64, 48, 32, 16)] == [64, 48, 64, 64]
 
 
 def test_a_piece_never_has_more_tokens_than_there_is_room_for() -> None:
