@@ -256,6 +256,7 @@ class Metrics:
         self._http_total = Counter(
             "http_requests", "HTTP calls by their answer.", ("method", "status", "handler"), registry=self._shown
         )
+        self._http_children: dict[tuple[str, int, str], tuple[Counter, Histogram]] = {}
         self._http_time = Histogram(
             "http_request_duration_seconds",
             "Duration of HTTP calls.",
@@ -336,8 +337,16 @@ class Metrics:
     def http(self, method: str, handler: str, status: int, seconds: float) -> None:
         """Count an HTTP call. `handler` is the route's template, never a client's path."""
         with self._guarded():
-            self._http_total.labels(method=method, status=str(status), handler=handler).inc()
-            self._http_time.labels(method=method, handler=handler).observe(self._sane(seconds))
+            key = method, status, handler
+            found = self._http_children.get(key)
+            if found is None:  # looked up once: labels() takes longer than all the rest
+                found = self._http_children[key] = (
+                    self._http_total.labels(method=method, status=str(status), handler=handler),
+                    self._http_time.labels(method=method, handler=handler),
+                )
+            total, time = found
+            total.inc()
+            time.observe(self._sane(seconds))
 
     def render(self) -> bytes:
         """Everything as Prometheus text."""

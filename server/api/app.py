@@ -37,6 +37,7 @@ from server.api.logprobs import ChatReport, LegacyReport, NoReport
 from server.api.parse_chat import parse_chat
 from server.api.parse_completion import CompletionRequest, parse_completion
 from server.api.parse_sampling import Border, Generation, model_name
+from server.api.turn_limit import TurnLimit
 from server.errors import Overloaded, RequestTimeout, TooLong, TwinpaneError, Unavailable
 from server.request import Conversation, EngineState, PrefixHints, TimelineEvent
 
@@ -56,6 +57,8 @@ class Parse(Protocol[T_co]):
 KNOWN_METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 COMPLETION_DEFAULT_TOKENS = 16
 RETRY_AFTER_LOADING_S = 5.0
+STARTS_PER_TURN = 16
+"""Of calls that generate, a millisecond or less each: what keeps the loop from everybody else at once."""
 CHAT_ID, COMPLETION_ID = "chatcmpl-", "cmpl-"
 MAX_REMEMBERED_NAMES = 1024
 PROMETHEUS_TEXT = "text/plain; version=0.0.4; charset=utf-8"
@@ -73,6 +76,7 @@ class Api:
     def __init__(self, ctx: ApiContext) -> None:
         self._ctx = ctx
         self._encoding = 0
+        self._starts = TurnLimit(STARTS_PER_TURN)
         self._logged_names: set[str] = set()
         self._bodies = Bodies(max_bytes=limits.BODIES_IN_MEMORY * ctx.http.max_body_bytes)
         # One thread: decoding holds the interpreter lock, so a second one would only make everybody wait longer.
@@ -146,6 +150,7 @@ class Api:
     # --- generation ---
 
     async def _chat(self, call: Call) -> None:
+        await self._starts.enter()
         with self._bodies.lease() as lease:
             request = await self._parse(call, lease, parse_chat)
             tokens, hints = await self._encode(call, self._encode_chat(request.conversation))
@@ -164,6 +169,7 @@ class Api:
             await call.respond(200, answer, headers)
 
     async def _completions(self, call: Call) -> None:
+        await self._starts.enter()
         with self._bodies.lease() as lease:
             request = await self._parse(call, lease, parse_completion)
             prompts = await self._encode(call, self._encode_prompts(request))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import random
 import re
 import secrets
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
@@ -40,12 +41,13 @@ class WriteNow(Protocol):
 _NOT_IN_ID = re.compile(r"[^A-Za-z0-9._:\-]")
 _NOT_IN_NAME = re.compile(r"[^A-Za-z0-9._\-]")
 _engine_ids = itertools.count(1)
+_new_ids = random.Random(secrets.randbits(256))  # os.urandom gives the interpreter lock away each time
 
 
 def request_id_of(given: bytes) -> str:
     """The client's own id, reduced to harmless characters, or a new one."""
     kept = _NOT_IN_ID.sub("", given.decode("latin-1"))[:MAX_REQUEST_ID_CHARACTERS]
-    return kept or secrets.token_hex(16)
+    return kept or f"{_new_ids.getrandbits(128):032x}"
 
 
 def ignored_header(names: tuple[str, ...]) -> str:
