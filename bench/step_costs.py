@@ -29,7 +29,7 @@ from server.config import CacheConfig, ModelConfig, SchedulerConfig, ServeConfig
 from server.model.runner import ModelRunner
 from server.model.source import resolve
 from server.request import SamplingParams
-from server.scheduler.step_cost import NO_ROWS, FittedCost, FixedCost, StepShape, shape_of_row
+from server.scheduler.step_cost import FittedCost, FixedCost, StepShape, shape_of_rows
 from server.step import RowPlan, SequenceId, SlotId, SlotOpening, StepId, StepPlan, TableWrite
 
 CACHE = Path("~/.cache/twinpane").expanduser()
@@ -68,8 +68,7 @@ class Steps:
         self._cache.end_step(plan.step_id)
         for row in plan.rows:
             self._cache.close(row.sequence, None, 0.0)
-        shapes = (shape_of_row(row.start, row.count) for row in plan.rows)
-        return Measured(shape=sum(shapes, NO_ROWS), seconds=seconds)
+        return Measured(shape=shape_of_rows((row.start, row.count) for row in plan.rows), seconds=seconds)
 
     def _plan(self, spans: Sequence[tuple[int, int]]) -> StepPlan:
         step, writes, rows = StepId(self._next_step), list[TableWrite](), list[RowPlan]()

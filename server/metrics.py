@@ -177,31 +177,28 @@ class Metrics:
             "Share of KV memory held by cached prefixes that nobody uses now, 0 to 1.",
             ours=True,
         )
-        self._evicted = self._counter(
-            "prefix_cache_evicted_pages", "Cached pages given up for memory.", ("kind",), ours=True
-        )
+        evicted = self._counter("prefix_cache_evicted_pages", "Cached pages given up for memory.", ("kind",), ours=True)
+        self._evicted = {kind: evicted.labels(**self._labels, kind=kind) for kind in ("full", "window")}
         self._rebuilt = self._counter(
             "window_rebuilt_tokens", "Positions run again to get their window K/V back.", ours=True
         )
         self._stranded = self._gauge("kv_stranded_bytes", "Bytes of KV slabs in use that hold no page.", ours=True)
 
-        self._lanes = tuple(lanes)
-        self._lane_waiting = Gauge(
+        waiting = Gauge(
             "queue_depth",
             "Sequences in the queue by lane of tokens to compute.",
             (*self._labels, "lane"),
             registry=self._ours,
         )
-        self._lane_waits = Histogram(
+        waits = Histogram(
             "queue_wait_seconds",
             "Time in the queue by lane.",
             (*self._labels, "lane"),
             buckets=REQUEST_TIME_BUCKETS,
             registry=self._ours,
         )
-        for lane in self._lanes:
-            self._lane_waiting.labels(**self._labels, lane=lane)
-            self._lane_waits.labels(**self._labels, lane=lane)
+        self._lane_waiting = [waiting.labels(**self._labels, lane=lane) for lane in lanes]
+        self._lane_waits = [waits.labels(**self._labels, lane=lane) for lane in lanes]
         self._chunks = self._histogram(
             "prefill_chunk_tokens", "Prompt tokens of a row of a step.", STEP_TOKEN_BUCKETS, ours=True
         )
@@ -275,7 +272,7 @@ class Metrics:
             self._window_usage.set(window)
             self._cached_usage.set(self._share(facts.cached_usage))
             for kind, pages in (("full", facts.evicted_full_pages), ("window", facts.evicted_window_pages)):
-                self._evicted.labels(**self._labels, kind=kind).inc(self._sane(pages))
+                self._evicted[kind].inc(self._sane(pages))
             self._rebuilt.inc(self._sane(facts.rebuilt_tokens))
             self._stranded.set(max(0, facts.stranded_bytes))
             self._kv_usage.set(min(full + window, 1.0))
@@ -285,10 +282,10 @@ class Metrics:
             self._step_tokens.observe(self._sane(facts.step_tokens))
             self._step_time.observe(self._sane(facts.step_s))
             self._token_gap.add(map(self._sane, facts.token_gaps_s))
-            for lane, waiting in zip(self._lanes, facts.waiting_by_lane, strict=False):
-                self._lane_waiting.labels(**self._labels, lane=lane).set(self._sane(waiting))
+            for lane, waiting in zip(self._lane_waiting, facts.waiting_by_lane, strict=False):
+                lane.set(self._sane(waiting))
             for number, wait_s in facts.waits_s:
-                self._lane_waits.labels(**self._labels, lane=self._lanes[number]).observe(self._sane(wait_s))
+                self._lane_waits[number].observe(self._sane(wait_s))
             for tokens in facts.chunk_tokens:
                 self._chunks.observe(self._sane(tokens))
             self._matches.inc(self._sane(facts.prefix_matches))

@@ -23,7 +23,7 @@ from server.scheduler.lanes import lane_of, share
 from server.scheduler.priority import POLICIES
 from server.scheduler.queue_limits import DrainRate, FairShares
 from server.scheduler.sequence import Sequence
-from server.scheduler.step_cost import NO_ROWS, ChunkSizer, FittedCost, StepCost, shape_of_row
+from server.scheduler.step_cost import ChunkSizer, FittedCost, StepCost, shape_of_row, shape_of_rows
 from server.scheduler.timeline import Timelines
 from server.step import (
     PageKind,
@@ -284,14 +284,16 @@ class Scheduler:
         self._short = False
         self._expire(now)
         building = _PlanBuilder(step_id=self._next_step, now=now, budget=self._config.step_token_budget)
-        budget = self._prompt_budget()
         order = self._running_order()
         known = set(self._running)
         for index, (sequence, pending) in enumerate(order):
             if (index == 0 or pending == 1) and sequence.id in self._running:
                 self._secure(sequence, sequence.planned_tokens + min(pending, self._chunk_tokens), building)
-        if not self._short:
+        may_admit = len(self._free_slots) > 0 and len(self._cache.waiting) > 0 and not self._short
+        budget = self._prompt_budget() if may_admit or any(pending > 1 for _, pending in order) else 0
+        if may_admit:
             self._admit(building, budget)
+        if building.opened:
             order += [each for each in self._running_order() if each[0].id not in known]
         prompts = [(sequence, pending) for sequence, pending in order if pending > 1]
         given = self._divide(budget, [self._part(sequence.lane, sequence, pending) for sequence, pending in prompts])
@@ -321,12 +323,10 @@ class Scheduler:
         computed = generated = prompt = 0
         gaps: list[float] = []
         chunks: list[int] = []
-        shape = NO_ROWS
         step_s = round(result.device_s, 6)
         for row, outcome in zip(plan.rows, result.rows, strict=True):
             stop = row.stop
             computed += stop - row.start
-            shape += shape_of_row(row.start, stop - row.start)
             sequence = self._running.get(row.sequence)
             if sequence is None or sequence.epoch != row.epoch:
                 continue
@@ -347,7 +347,7 @@ class Scheduler:
                 if sequence.last_token_s is not None:
                     gaps.append(now - sequence.last_token_s)
                 self._deliver(sequence, outcome.token, now)
-        self._sizer.cost.note(shape, result.device_s)
+        self._sizer.cost.note(shape_of_rows((row.start, row.count) for row in plan.rows), result.device_s)
         if self._config.forgiven_tokens_per_s is None and plan.step_id % RATE_STEPS == 0:
             self._adapt_rate()
         preemptions, self._preemptions = self._preemptions, 0
@@ -461,10 +461,7 @@ class Scheduler:
     def _prompt_budget(self) -> int:
         """How many prompt tokens this step may have, those far into a prompt counted by weight: what its rows that
         decode leave, and as many as those can wait for."""
-        shape = NO_ROWS
-        for sequence in self._running.values():
-            if sequence.pending_tokens == 1:
-                shape += shape_of_row(sequence.planned_tokens, 1)
+        shape = shape_of_rows((s.planned_tokens, 1) for s in self._running.values() if s.pending_tokens == 1)
         return max(1, min(self._config.step_token_budget - shape.rows, self._sizer.begin(shape)))
 
     def _divide(self, budget: int, parts: list[_Part]) -> list[int]:
@@ -502,8 +499,6 @@ class Scheduler:
         The first in line may get none, since others of its lane go before it. It is taken all the same, for those
         behind it may be of other lanes; unless it is short itself, or half of the slots are taken.
         """
-        if not self._free_slots or not len(self._cache.waiting):
-            return
         parts = [
             self._part(sequence.lane, sequence, pending)
             for sequence in self._running.values()

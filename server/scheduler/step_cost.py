@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -38,6 +39,17 @@ def shape_of_row(start: int, tokens: int) -> StepShape:
 
 
 NO_ROWS = StepShape(rows=0, tokens=0, context_reads=0.0)
+
+
+def shape_of_rows(rows: Iterable[tuple[int, int]]) -> StepShape:
+    """Of rows of (start, tokens): the sum of what `shape_of_row` says of each."""
+    count = all_tokens = 0
+    reads = 0.0
+    for start, tokens in rows:
+        count += 1
+        all_tokens += tokens
+        reads += tokens * (start + tokens / 2)
+    return StepShape(rows=count, tokens=all_tokens, context_reads=reads)
 
 
 class StepCost(Protocol):
@@ -84,6 +96,7 @@ class FittedCost:
         self._weights = np.zeros(4)
         self._covariance = np.eye(4) * self.FIRST_VARIANCE
         self._steps = 0
+        self._line: FixedCost | None = None  # until the next step is noted
 
     def __repr__(self) -> str:
         step_s, row_s, token_s, read_s = self._weights * self.SCALES
@@ -91,8 +104,10 @@ class FittedCost:
 
     @property
     def line(self) -> FixedCost:
-        step_s, row_s, token_s, read_s = (max(0.0, float(each)) for each in self._weights * self.SCALES)
-        return FixedCost(step_s=step_s, row_s=row_s, token_s=token_s, read_s=read_s)
+        if self._line is None:
+            step_s, row_s, token_s, read_s = np.maximum(self._weights * self.SCALES, 0.0).tolist()
+            self._line = FixedCost(step_s=step_s, row_s=row_s, token_s=token_s, read_s=read_s)
+        return self._line
 
     def seconds(self, shape: StepShape) -> float:
         return self.line.seconds(shape) if self._steps >= self.LEAST_STEPS else 0.0
@@ -101,11 +116,13 @@ class FittedCost:
         if seconds <= 0:
             return
         inputs = np.array([1.0, shape.rows, shape.tokens, shape.context_reads]) * self.SCALES / seconds
-        gain = self._covariance @ inputs / (self.FORGET + inputs @ self._covariance @ inputs)
-        self._weights = self._weights + gain * (1.0 - inputs @ self._weights)
-        covariance = (self._covariance - np.outer(gain, inputs @ self._covariance)) / self.FORGET
+        moved = self._covariance @ inputs
+        scale = self.FORGET + inputs @ moved
+        self._line = None
+        self._weights = self._weights + moved * ((1.0 - inputs @ self._weights) / scale)
+        covariance = (self._covariance - np.outer(moved, moved) / scale) / self.FORGET
         # What is not excited must not be forgotten without end.
-        self._covariance = (covariance + covariance.T) / 2 if np.trace(covariance) < 1e8 else np.eye(4)
+        self._covariance = covariance if covariance.trace() < 1e8 else np.eye(4)
         self._steps += 1
 
 

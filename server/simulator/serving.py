@@ -27,7 +27,7 @@ from server.request import (
 )
 from server.scheduler.scheduler import Scheduler
 from server.scheduler.sequence import Sequence
-from server.scheduler.step_cost import NO_ROWS, StepCost, shape_of_row
+from server.scheduler.step_cost import StepCost, shape_of_rows
 from server.simulator.arrivals import Arrivals
 from server.simulator.prompts import Prompts
 from server.simulator.replay import ENDINGS
@@ -222,8 +222,7 @@ class Serving:
 
     def _run(self, plan: StepPlan) -> None:
         result = self.result
-        shapes = [shape_of_row(row.start, row.count) for row in plan.rows]
-        took_s = self._cost.seconds(sum(shapes, NO_ROWS))
+        took_s = self._cost.seconds(shape_of_rows((row.start, row.count) for row in plan.rows))
         self._clock.now_s += took_s
         facts = self.scheduler.commit(
             plan,
@@ -236,7 +235,7 @@ class Serving:
         )
         result.ended_s = self._clock.now_s
         result.busy_s += took_s
-        result.prompt_s += took_s if any(shape.tokens > 1 for shape in shapes) else 0.0
+        result.prompt_s += took_s if any(row.count > 1 for row in plan.rows) else 0.0
         result.steps += 1
         result.rows += len(plan.rows)
         result.preemptions += facts.preemptions

@@ -5,7 +5,16 @@ import random
 
 import pytest
 
-from server.scheduler.step_cost import NO_ROWS, ChunkSizer, FittedCost, FixedCost, StepShape, chunk_sizes, shape_of_row
+from server.scheduler.step_cost import (
+    NO_ROWS,
+    ChunkSizer,
+    FittedCost,
+    FixedCost,
+    StepShape,
+    chunk_sizes,
+    shape_of_row,
+    shape_of_rows,
+)
 
 LINE = FixedCost(step_s=0.010, row_s=0.0005, token_s=0.001, read_s=1e-6)
 
@@ -19,6 +28,13 @@ def decoding(rows: int, context: int = 1_000) -> StepShape:
 
 def test_a_row_reads_on_average_the_positions_up_to_its_middle() -> None:
     assert shape_of_row(100, 10).context_reads == pytest.approx(sum(range(100, 110)) + 5, abs=1)
+
+
+def test_rows_are_as_much_as_each_of_them_together() -> None:
+    rng = random.Random(0)
+    rows = [(rng.randrange(9_000), rng.choice([1, 1, 16, 500])) for _ in range(50)]
+    together = sum((shape_of_row(start, tokens) for start, tokens in rows), NO_ROWS)
+    assert shape_of_rows(rows) == together and shape_of_rows([]) == NO_ROWS
 
 
 @pytest.mark.parametrize("seed", range(5))
