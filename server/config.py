@@ -698,7 +698,8 @@ def help_text(width: int = 100) -> str:
         "TWINPANE_ and its first name in capitals (TWINPANE_MAX_MODEL_LEN). Other variables that are read: CC, "
         "XDG_CACHE_HOME (in place of ~/.cache), OMP_WAIT_POLICY, and HF_HOME, HF_TOKEN and HF_HUB_OFFLINE of the hub. "
         "Sizes take k, m, g (thousands) and K, M, G "
-        "(powers of two). Exit codes: 0 clean, 1 the engine failed, 2 something to change before it can start.",
+        "(powers of two). Exit codes: 0 clean, 1 the engine failed, 2 something to change before it can start, "
+        "130 after a second Ctrl-C.",
         width,
     )
     return "\n".join([*lines, "", EXAMPLES])
