@@ -264,6 +264,7 @@ class InferenceEngine:
         """Plan a step and hand it to the device thread; False if there is none to plan."""
         plan = self._scheduler.plan(self._clock())
         if plan is None:
+            self._note_if_empty()  # it may have ended who took too long
             return False
         done: asyncio.Future[_Ran | None] = asyncio.get_running_loop().create_future()
         self._device.submit(self._run_on_device, plan, done)

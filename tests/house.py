@@ -154,6 +154,12 @@ class House:
                 return
         raise AssertionError(f"no end after {limit} steps: {self.scheduler!r}")
 
+    def assert_samples_are_due(self, plan: StepPlan) -> None:
+        """A row brings a token if it ends where all that is known of its sequence ends, and only then."""
+        for row in plan.rows:
+            known = self.scheduler._sequences[row.sequence].known_tokens
+            assert row.samples == (row.stop >= known), f"{row!r} of {known} known tokens"
+
     def texts(self, request_id: RequestId) -> list[list[int]]:
         """The tokens of each choice."""
         return [output.tokens for output in self.outputs[request_id]]

@@ -345,8 +345,8 @@ class Api:
         """What happened to a request, by its x-request-id or the id of its answer, in seconds from its arrival."""
         self._check_admin(call)
         name = call.path.removeprefix("/debug/requests/")
-        of = self._ctx.engine.timelines
-        found = of(name) or of(name.removeprefix(CHAT_ID).removeprefix(COMPLETION_ID))
+        prefix = next((each for each in (CHAT_ID, COMPLETION_ID) if name.startswith(each)), "")
+        found = self._ctx.engine.timelines(name) or self._ctx.engine.timelines(name.removeprefix(prefix))
         if not found:
             raise HttpRefusal(
                 f"No request {name[:256]!r} is remembered here: ids are those of answers, or of their x-request-id "

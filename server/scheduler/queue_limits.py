@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import heapq
+import itertools
 import math
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
 DRAIN_MEMORY_S = 30.0
 """Over about so long the rate is measured at which the queue drains."""
-FIRST_RATE = 10.0
+FIRST_REQUESTS_PER_S = 10.0
 """Requests a second, before any was seen to leave the queue."""
 LEAST_RETRY_S = 0.05
 MOST_RETRY_S = 60.0
@@ -49,7 +51,7 @@ class DrainRate:
         """Requests per second."""
         self._advance(now)
         # As if, before all that was seen, one had left at the first rate.
-        return (self._left + 1) / (self._waited_s + 1 / FIRST_RATE)
+        return (self._left + 1) / (self._waited_s + 1 / FIRST_REQUESTS_PER_S)
 
     def retry_after_s(self, now: float, excess: int) -> float:
         """When to come again, if so many places too few are free."""
@@ -73,6 +75,7 @@ class DrainRate:
 class _Client:
     """What one API key has. served: tokens computed for it, from the least of those present when it came."""
 
+    name: Hashable
     waiting: int = 0
     running: int = 0
     served: float = 0.0
@@ -83,18 +86,52 @@ class _Client:
         return self.waiting > 0 or self.running > 0
 
 
+class _LeastServed:
+    """Of the clients that count, the one for whom the least was computed; of equals, who came first.
+
+    What is computed for a client only grows, so an entry of the heap may be old: it is corrected when it comes to the
+    top. Owner: FairShares.
+    """
+
+    def __init__(self, counts: Callable[[_Client], bool]) -> None:
+        self._counts = counts
+        self._heap: list[tuple[float, int, _Client]] = []
+        self._entered: set[int] = set()
+        self._numbers = itertools.count()
+
+    def add(self, of: _Client) -> None:
+        """It counts now, if it did not before."""
+        if id(of) not in self._entered:
+            self._entered.add(id(of))  # of one that is in the heap, and so alive
+            heapq.heappush(self._heap, (of.served, next(self._numbers), of))
+
+    def first(self) -> _Client | None:
+        while self._heap:
+            served, number, of = self._heap[0]
+            if not self._counts(of):
+                heapq.heappop(self._heap)
+                self._entered.remove(id(of))
+            elif of.served > served:
+                heapq.heapreplace(self._heap, (of.served, number, of))
+            else:
+                return of
+        return None
+
+
 class FairShares:
     """Who is served next when clients with different API keys wait, and how much of the queue each may fill.
 
     The one for whom the fewest tokens were computed comes first; who comes, or comes back, starts at the least of those
-    present, or where the last one left: nobody saves up, and nobody is in debt. (Virtual token counters: Sheng et al.
+    present, or where the last one left, unless it has had more: nobody saves up. After RECENT_S what it has had is
+    forgotten. (Virtual token counters: Sheng et al.
     2024, "Fairness in serving large language models".) Within a key, and where there is only one, the policy's order
     holds. Owner: Scheduler.
     """
 
     def __init__(self) -> None:
         self._clients: dict[Hashable, _Client] = {}
-        self._present: dict[Hashable, _Client] = {}
+        self._waiting = _LeastServed(lambda of: of.waiting > 0)
+        self._present = _LeastServed(lambda of: of.is_present)
         self._level = 0.0
         self._forgot_s = 0.0
 
@@ -105,10 +142,11 @@ class FairShares:
         """One of its choices waits now."""
         of = self._of(client, now)
         if not of.is_present:
-            level = min((each.served for each in self._present.values()), default=self._level)
-            of.served = max(of.served, level)
-            self._present[client] = of
+            least = self._present.first()
+            of.served = max(of.served, self._level if least is None else least.served)
         of.waiting += 1
+        self._waiting.add(of)
+        self._present.add(of)
 
     def started(self, client: Hashable) -> None:
         of = self._clients[client]
@@ -119,6 +157,7 @@ class FairShares:
         of = self._clients[client]
         of.waiting += 1
         of.running -= 1
+        self._waiting.add(of)
 
     def left(self, client: Hashable, *, waited: bool, now: float) -> None:
         """It ended, as it waited or as it ran."""
@@ -127,25 +166,23 @@ class FairShares:
             of.waiting -= 1
         else:
             of.running -= 1
-        if not of.is_present:
-            del self._present[client]
-            if not self._present:
-                self._level = max(self._level, of.served)
+        if not of.is_present and self._present.first() is None:
+            self._level = max(self._level, of.served)
         self._forget(now)
 
     def served(self, client: Hashable, tokens: int) -> None:
         """So many were computed for it."""
-        of = self._present.get(client)
-        if of is not None:
+        of = self._clients.get(client)
+        if of is not None and of.is_present:
             of.served += tokens
 
     def next(self) -> Hashable:
         """Of those who wait, whose turn it is; None if nobody waits."""
-        waiting = [(of.served, name) for name, of in self._present.items() if of.waiting]
-        return min(waiting, key=lambda each: each[0])[1] if waiting else None
+        first = self._waiting.first()
+        return None if first is None else first.name
 
     def waiting(self, client: Hashable) -> int:
-        of = self._present.get(client)
+        of = self._clients.get(client)
         return of.waiting if of is not None else 0
 
     def allowance(self, client: Hashable, limit: int, now: float) -> int:
@@ -157,7 +194,7 @@ class FairShares:
     def _of(self, client: Hashable, now: float) -> _Client:
         of = self._clients.get(client)
         if of is None:
-            of = self._clients[client] = _Client()
+            of = self._clients[client] = _Client(client)
         of.asked_s = now
         return of
 

@@ -145,6 +145,7 @@ class Scheduler:
         self._free_slots = list(range(config.max_sequences - 1, -1, -1))
         self._sequence_ids = itertools.count()
         self._next_step = StepId(0)
+        self._plans = 0
         self._short = False  # a step in flight kept somebody from pages: the next plan waits until none is
         self._preemptions = 0
         self._evicted, self._rebuilt = dict(cache.evicted), cache.rebuilt_tokens  # as of the last step
@@ -208,11 +209,12 @@ class Scheduler:
         """Raise Overloaded if the queue has no room for these, with when it will. ahead: requests that are on their way
         here. What finds a free slot does not wait; one prompt may wait alone, however long it is."""
         limit = self._config.max_queued_requests
-        excess = self.waiting + ahead + choices - len(self._free_slots) - limit
-        if excess > 0:
+        queued = self.waiting + ahead + choices - len(self._free_slots)  # and with these
+        if queued > limit:
             raise Overloaded(
-                f"The server's queue has no room: {self.waiting} of {limit} places are taken. Please retry later.",
-                retry_after_s=self._drain.retry_after_s(now, excess if ahead else choices),
+                f"The server's queue has no room: {max(0, queued - choices)} of {limit} places are taken. Please retry "
+                "later.",
+                retry_after_s=self._drain.retry_after_s(now, choices),
             )
         token_limit = self._config.max_queued_tokens
         if self.waiting > len(self._free_slots) and self._queued_tokens + tokens > token_limit:
@@ -221,12 +223,12 @@ class Scheduler:
                 f"and yours are {tokens} more. Please retry later.",
                 retry_after_s=self._drain.retry_after_s(now, choices),
             )
-        if 2 * (self.waiting + choices) > limit and self._shares.waiting(client):
+        if queued > 0 and 2 * queued > limit and self._shares.waiting(client):
             allowance = self._shares.allowance(client, limit, now)
             if allowance < limit and self._shares.waiting(client) + choices > allowance:
                 raise Overloaded(
-                    f"The server's queue has no room for this API key, since others wait too: its share is {allowance} "
-                    f"places, and {self._shares.waiting(client)} are taken. Please retry later.",
+                    "The server's queue has no room for this API key, since others use it too: its share is "
+                    f"{allowance} places, and {self._shares.waiting(client)} are taken. Please retry later.",
                     retry_after_s=self._drain.retry_after_s(now, choices),
                 )
 
@@ -285,14 +287,17 @@ class Scheduler:
         self._expire(now)
         building = _PlanBuilder(step_id=self._next_step, now=now, budget=self._config.step_token_budget)
         order = self._running_order()
-        known = set(self._running)
         for index, (sequence, pending) in enumerate(order):
             if (index == 0 or pending == 1) and sequence.id in self._running:
                 self._secure(sequence, sequence.planned_tokens + min(pending, self._chunk_tokens), building)
+        known = set(self._running)
+        order = [each for each in order if each[0].id in known]  # who was preempted may come again, with more to do
         may_admit = len(self._free_slots) > 0 and len(self._cache.waiting) > 0 and not self._short
         budget = self._prompt_budget() if may_admit or any(pending > 1 for _, pending in order) else 0
         if may_admit:
             self._admit(building, budget)
+        self._drain.note(now, left=0, waiting=len(self._cache.waiting))
+        self._plans += 1
         if building.opened:
             order += [each for each in self._running_order() if each[0].id not in known]
         prompts = [(sequence, pending) for sequence, pending in order if pending > 1]
@@ -336,7 +341,7 @@ class Scheduler:
                 continue
             assert sequence.computed_tokens == row.start
             self._shares.served(sequence.request.client, stop - row.start)
-            if row.start < len(sequence.request.prompt_tokens):
+            if row.start < sequence.admitted_tokens:  # what was known of it then is a prompt, whoever wrote it
                 chunks.append(stop - row.start)
                 self._note(sequence, now, "computed", start=row.start, tokens=stop - row.start, step_s=step_s)
             prompt += sequence.advance(stop)
@@ -442,17 +447,10 @@ class Scheduler:
         )
 
     def _part(self, lane: int, sequence: Sequence, pending: int) -> _Part:
-        """Of a prompt with so many tokens left to compute. Its rank forgives nothing: the oldest has a part in any
-        case."""
-        request = sequence.request
-        rank = self._policy.base(
-            tokens=pending,
-            arrival_s=0.0 if self._policy.counts_tokens else request.arrival_s,
-            forgiven_tokens_per_s=self._rate,
-            priority=request.priority,
-        )
-        start = sequence.known_tokens - pending
-        return _Part(lane, rank, request.arrival_s, min(pending, self._chunk_tokens), self._sizer.weight(start))
+        """Of a prompt with so many tokens left to compute."""
+        weight = self._sizer.weight(sequence.known_tokens - pending)
+        rank = self._base(sequence, pending)
+        return _Part(lane, rank, sequence.request.arrival_s, min(pending, self._chunk_tokens), weight)
 
     def _part_of_head(self, sequence: Sequence, saved: float) -> _Part:
         effective = max(1, math.ceil(sequence.known_tokens - saved))
@@ -576,13 +574,13 @@ class Scheduler:
         key = self._policy.key(self._base(sequence, sequence.known_tokens), saved)
         self._leave_queue(sequence)
         self._shares.started(request.client)
-        self._drain.note(now, left=1, waiting=len(self._cache.waiting))
+        self._note_left(sequence, now)
         sequence.slot = SlotId(self._free_slots.pop())
         sequence.epoch += 1
         resume = self._cache.open(sequence.id, sequence.slot, sequence.prefix, now)
         sequence.computed_tokens = sequence.planned_tokens = resume.start
         sequence.resumed_at = resume.cached_tokens
-        sequence.saved_tokens, sequence.key = saved, key
+        sequence.admitted_tokens, sequence.saved_tokens, sequence.key = sequence.known_tokens, saved, key
         sequence.lane = lane_of(sequence.known_tokens - resume.saved_tokens, self._config.lane_tokens)
         self._running[sequence.id] = sequence
         accepted = self._requests[request.request_id]
@@ -658,7 +656,7 @@ class Scheduler:
         self._expect(sequence)
         effective = sequence.known_tokens - self._cache.waiting.saved(sequence.id)
         sequence.lane = lane_of(effective, self._config.lane_tokens)
-        self._drain.note(now, left=0, waiting=len(self._cache.waiting))
+        sequence.plans_before = self._plans
         self._queued_tokens += sequence.known_tokens
         self._queued_in_lane[sequence.lane] += 1
         self._note(sequence, now, "queued", tokens=sequence.known_tokens, lane=sequence.lane)
@@ -672,6 +670,11 @@ class Scheduler:
         self._queued_tokens -= sequence.known_tokens
         self._queued_in_lane[sequence.lane] -= 1
 
+    def _note_left(self, sequence: Sequence, now: float) -> None:
+        """It left the queue. Only who was not taken the first time is part of how fast it drains."""
+        waited = self._plans > sequence.plans_before
+        self._drain.note(now, left=int(waited), waiting=len(self._cache.waiting))
+
     def _adapt_rate(self) -> None:
         """Waiting forgives a part of what is computed in that time. Keys with another rate cannot be compared, so
         all are made anew: only where that is soon done, and where it makes a difference."""
@@ -681,7 +684,7 @@ class Scheduler:
             return
         self._rate = rate
         for sequence in self._running.values():
-            base = self._base(sequence, len(sequence.request.prompt_tokens))
+            base = self._base(sequence, sequence.admitted_tokens)
             sequence.key = self._policy.key(base, sequence.saved_tokens)
 
         def base_of(waiting: SequenceId) -> float:
@@ -752,7 +755,7 @@ class Scheduler:
         waited = sequence.slot is None
         if waited:
             self._leave_queue(sequence)
-            self._drain.note(now, left=1, waiting=len(self._cache.waiting))
+            self._note_left(sequence, now)
         else:
             self._stop_running(sequence, now, ending)
         self._shares.left(sequence.request.client, waited=waited, now=now)

@@ -17,8 +17,8 @@ class Sequence:
     the last step that has a row of this sequence. slot is None while it waits. epoch counts admissions.
     resumed_at: positions before it were cached when it was admitted the last time.
     prompt_tokens_done never falls, not even by a preemption. prefix is what the cache knows it by. key is what it was
-    admitted with (see priority.Policy), saved_tokens what was cached of it, and lane that
-    of what it had to compute.
+    admitted with (see priority.Policy), admitted_tokens what was known of it then, saved_tokens what of it was cached,
+    and lane that of what it had to compute. plans_before: how many were made before it came into the queue.
     Owner: Scheduler, on the event-loop thread.
     """
 
@@ -27,9 +27,11 @@ class Sequence:
     request: GenerationRequest
     output: OutputStream
     key: float = 0.0
+    admitted_tokens: int = 0
     saved_tokens: float = 0.0
     piece_tokens: int = 0
     queued_s: float = 0.0
+    plans_before: int = 0
     lane: int = 0
     prefix: Prefix | None = None
     output_tokens: list[int] = field(default_factory=list)

@@ -49,6 +49,8 @@ async def test_the_story_of_a_request_is_told_to_the_administrator(make_client: 
     for prefix in ("chatcmpl-", "cmpl-"):
         by_answer = await client.http.get(f"/debug/requests/{prefix}known", headers=headers)
         assert by_answer.json()["requests"] == answer.json()["requests"], "the id of an answer is as good"
+    twice = await client.http.get("/debug/requests/chatcmpl-cmpl-known", headers=headers)
+    assert twice.status_code == 404, "that is nobody's id"
     unknown = await client.http.get("/debug/requests/unknown", headers=headers)
     assert (unknown.status_code, error_of(unknown)["code"]) == (404, "request_not_found")
 

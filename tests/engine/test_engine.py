@@ -6,13 +6,14 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from server.cache.kv_cache import KVCache
 from server.config import KVLayout, SchedulerConfig
 from server.engine import InferenceEngine, run_isolated
-from server.errors import BadRequest, EngineFailed, Unavailable
+from server.errors import BadRequest, EngineFailed, RequestTimeout, Unavailable
 from server.metrics import RequestFacts, StepFacts
 from server.request import (
     EngineState,
@@ -45,7 +46,7 @@ class RecordedMetrics:
 class House:
     """A started engine over the fake device; `async with`."""
 
-    def __init__(self, *, depth: int = 2, **config: int) -> None:
+    def __init__(self, *, depth: int = 2, **config: Any) -> None:
         self.cache = KVCache(LAYOUT)
         self.device = FakeDevice(layout=LAYOUT)
         self.metrics = RecordedMetrics()
@@ -245,6 +246,17 @@ async def test_a_dead_device_fails_everything_and_says_so() -> None:
         assert refusal.value.code == "engine_unavailable"
         await asyncio.wait_for(house.engine.drained(), 5)
         assert [facts.outcome for facts in house.metrics.ended] == ["error"] * 3
+
+
+@DEPTHS
+async def test_a_drain_is_over_when_the_last_request_takes_too_long(depth: int) -> None:
+    """It is the plan that ends it, and no step follows."""
+    async with House(depth=depth, request_timeout_s=1e-9) as house:
+        (output,) = house.submit("late", (1, 2), outputs=5)
+        house.engine.begin_drain()
+        await asyncio.wait_for(house.engine.drained(), 5)
+        assert isinstance(output.ending, RequestTimeout)
+        house.assert_empty()
 
 
 async def test_a_broken_invariant_ends_everybody_and_the_engine_and_hangs_nobody() -> None:

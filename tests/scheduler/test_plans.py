@@ -14,7 +14,7 @@ from server.errors import Overloaded, RequestTimeout
 from server.rebuild import shape_of
 from server.request import RequestId, SampledToken
 from server.scheduler.priority import POLICIES
-from server.scheduler.queue_limits import LEAST_RETRY_S
+from server.scheduler.queue_limits import LEAST_RETRY_S, MOST_RETRY_S
 from server.scheduler.scheduler import FIRST_RATE, RATE_SHARE, Scheduler
 from server.scheduler.step_cost import FixedCost
 from server.step import RowResult, SequenceId, StepPlan, StepResult
@@ -82,7 +82,7 @@ def test_random_plans_lose_nobody_run_nobody_twice_keep_to_their_budget_and_go_o
     talks: list[tuple[int, ...]] = [()]
     seen: Counter[str] = Counter()
     submitted: set[RequestId] = set()
-    least_retry_s = [LEAST_RETRY_S]
+    retries_s: list[float] = []
 
     def arrive() -> None:
         talk = rng.choice(talks[-6:])
@@ -102,7 +102,7 @@ def test_random_plans_lose_nobody_run_nobody_twice_keep_to_their_budget_and_go_o
             talks.append(prompt)
         except Overloaded as refusal:
             seen["refused"] += 1
-            least_retry_s.append(refusal.retry_after_s)
+            retries_s.append(refusal.retry_after_s)
 
     def look(plan: StepPlan) -> None:
         rows = Counter(row.sequence for row in plan.rows)
@@ -110,6 +110,7 @@ def test_random_plans_lose_nobody_run_nobody_twice_keep_to_their_budget_and_go_o
         assert sum(row.stop - row.start for row in plan.rows) <= settings["step_token_budget"]
         assert all(0 < row.stop - row.start <= settings["prefill_chunk_tokens"] for row in plan.rows)
         assert plan.rows or plan.moves or plan.opened
+        house.assert_samples_are_due(plan)
         seen["plans"] += 1
 
     while seen["plans"] < PLANS:
@@ -123,12 +124,29 @@ def test_random_plans_lose_nobody_run_nobody_twice_keep_to_their_budget_and_go_o
         house.now += rng.expovariate(100)
     house.run()
     assert set(house.ended) == submitted
-    assert min(least_retry_s) >= LEAST_RETRY_S
+    assert all(LEAST_RETRY_S <= each <= MOST_RETRY_S for each in retries_s)
     outcomes = Counter(facts.outcome for facts in house.ended.values())
     assert outcomes["length"]
     timed_out = [o for each in house.outputs.values() for o in each if isinstance(o.ending, RequestTimeout)]
-    assert bool(timed_out) <= bool(settings["request_timeout_s"])
+    assert settings["request_timeout_s"] or not timed_out
+    walked.update(
+        refused=len(retries_s),
+        preempted=house.preemptions,
+        timed_out=len(timed_out),
+        cancelled=outcomes["abort"],
+        lives=1,
+    )
     house.assert_empty()
+
+
+walked: Counter[str] = Counter()
+"""What happened in all random lives of this process."""
+
+
+def test_the_random_lives_above_walked_every_path() -> None:
+    if walked["lives"] < 20:
+        pytest.skip("not all of them ran here")
+    assert min(walked[each] for each in ("refused", "preempted", "timed_out", "cancelled")) > 50
 
 
 class Watched(Scheduler):
@@ -137,11 +155,9 @@ class Watched(Scheduler):
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **settings)
         self.overtaken: list[tuple[float, float]] = []
-        self.admissions = 0
         """(how much later the other one came, how much later it may have come)"""
 
     def _open(self, sequence: Any, saved: float, building: Any) -> None:
-        self.admissions += 1
         for other in self._sequences.values():
             if other.slot is None and other is not sequence and other.request.client == sequence.request.client:
                 later_s = sequence.request.arrival_s - other.request.arrival_s
@@ -303,6 +319,61 @@ def test_a_key_that_floods_the_queue_leaves_room_and_turns_to_another() -> None:
     house.run()
     order = list(house.ended)
     assert max(order.index(RequestId("guest0")), order.index(RequestId("guest1"))) <= 4
+
+
+def test_who_finds_a_free_slot_needs_no_share_of_the_queue() -> None:
+    house = house_of(layout(slabs=400), random.Random(0), max_sequences=64, max_queued_requests=10)
+    house.submit("other", (1, 2), outputs=1, client="other")
+    house.run()
+    for number in range(64):
+        house.submit(f"{number}", (1, 2), outputs=3, client="key")
+    house.run()
+    assert len(house.ended) == 65
+
+
+def test_who_was_never_made_to_wait_says_nothing_of_how_fast_a_queue_drains() -> None:
+    """A thousand requests found a free slot; then eight answers hold all of them for 100 s."""
+    house = house_of(layout(slabs=4_000), random.Random(0), max_sequences=8, max_queued_requests=4)
+    for number in range(1_000):
+        house.submit(f"{number}", (1, 2), outputs=1)
+        house.run()
+    for number in range(8):
+        house.submit(f"long{number}", (1, 2), outputs=300)
+    house.step()
+    for number in range(4):
+        house.submit(f"waits{number}", (1, 2), outputs=1)
+    house.step()
+    house.now += 100.0
+    with pytest.raises(Overloaded) as refusal:
+        house.submit("refused", (1, 2), outputs=1)
+    assert refusal.value.retry_after_s > 10
+    house.run()
+
+
+def test_prompts_that_run_go_on_before_those_that_came_too_late_to_pass_them() -> None:
+    """The second oldest has 1,000 tokens to compute, at 500 a second: who comes 2 s later does not pass it, short or
+    not. The oldest has its eighth."""
+    rng = random.Random(0)
+    house = house_of(
+        layout(slabs=9_000),
+        rng,
+        step_token_budget=16,
+        prefill_chunk_tokens=16,
+        lane_tokens=(),
+        max_sequences=64,
+        max_queued_requests=100_000,
+        forgiven_tokens_per_s=500.0,
+    )
+    house.submit("oldest", tuple(rng.choices(range(3), k=20_000)), outputs=1)
+    house.step()
+    second = house.submit("second", tuple(rng.choices(range(3), k=1_000)), outputs=1)
+    came_s, begun_s = house.now, dict[RequestId, float]()
+    while not house.outputs[second][0].tokens:
+        short = house.submit(f"short{len(begun_s)}", tuple(rng.choices(range(3), k=14)), outputs=1)
+        begun_s[short] = house.now
+        house.step()
+    answered = [name for name, at_s in begun_s.items() if at_s > came_s + 2.0 and house.outputs[name][0].tokens]
+    assert not answered, f"{len(answered)} came later than its work over the rate, and were answered before it"
 
 
 def test_waiting_forgives_a_part_of_what_is_computed_meanwhile_if_no_rate_is_given() -> None:

@@ -82,6 +82,41 @@ def test_clients_that_always_want_something_get_equal_parts_whatever_their_reque
     assert max(served.values()) - min(served.values()) <= 4 * max(sizes.values())
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_the_next_client_is_the_one_with_the_least_of_all_who_wait(seed: int) -> None:
+    """Against a look at everybody."""
+    rng = random.Random(seed)
+    shares = FairShares()
+    waiting, running = Counter[int](), Counter[int]()
+    now = 0.0
+    for _ in range(3_000):
+        now += rng.expovariate(2.0)
+        client = rng.randrange(40)
+        act = rng.choice(["arrive", "start", "serve", "preempt", "leave"])
+        if act == "arrive":
+            shares.arrived(client, now)
+            waiting[client] += 1
+        elif act == "start" and waiting[client]:
+            shares.started(client)
+            waiting[client] -= 1
+            running[client] += 1
+        elif act == "serve":
+            shares.served(client, rng.randrange(1_000))
+        elif act == "preempt" and running[client]:
+            shares.preempted(client)
+            running[client] -= 1
+            waiting[client] += 1
+        elif act == "leave" and waiting[client] + running[client]:
+            waited = bool(waiting[client]) and (not running[client] or rng.random() < 0.5)
+            (waiting if waited else running)[client] -= 1
+            shares.left(client, waited=waited, now=now)
+        served = {name: shares._clients[name].served for name, count in waiting.items() if count}
+        chosen = shares.next()
+        assert chosen in served if served else chosen is None
+        assert not served or served[int(str(chosen))] == min(served.values())
+        assert all(shares.waiting(name) == waiting[name] for name in range(40))
+
+
 def test_who_comes_after_a_pause_has_saved_nothing_up() -> None:
     shares = FairShares()
     shares.arrived("busy", 0.0)

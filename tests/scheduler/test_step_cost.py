@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 
 import pytest
@@ -48,6 +49,51 @@ def test_the_fitted_line_is_the_one_that_steps_were_made_of(seed: int) -> None:
         fitted.note(shape, LINE.seconds(shape) * rng.lognormvariate(0, 0.03))
     for shape in (decoding(1), decoding(8), decoding(3) + shape_of_row(4_000, 512), shape_of_row(0, 64)):
         assert fitted.seconds(shape) == pytest.approx(LINE.seconds(shape), rel=0.1)
+
+
+def mixed(rng: random.Random) -> StepShape:
+    shape = decoding(rng.randint(1, 8), rng.randrange(2_000))
+    return shape + shape_of_row(rng.randrange(2_000), rng.choice([16, 64, 256])) if rng.random() < 0.5 else shape
+
+
+@pytest.mark.parametrize("factor", [0.2, 2.0, 4.0, 10.0, 100.0])
+def test_a_machine_that_becomes_slower_or_faster_is_known_after_a_few_steps(factor: float) -> None:
+    rng, fitted = random.Random(0), FittedCost()
+    for _ in range(500):
+        shape = mixed(rng)
+        fitted.note(shape, LINE.seconds(shape) * rng.lognormvariate(0, 0.08))
+    asked = decoding(4) + shape_of_row(0, 128)
+    found = []
+    for _ in range(1_500):
+        shape = mixed(rng)
+        fitted.note(shape, factor * LINE.seconds(shape) * rng.lognormvariate(0, 0.08))
+        found.append(fitted.seconds(asked) / (factor * LINE.seconds(asked)))
+    assert all(0.4 < each < 2.5 for each in found[8:])
+    assert all(0.5 < each < 2.0 for each in found[100:])
+
+
+def test_one_step_that_was_impossibly_short_or_has_no_time_changes_little() -> None:
+    rng, fitted = random.Random(0), FittedCost()
+    for _ in range(500):
+        shape = mixed(rng)
+        fitted.note(shape, LINE.seconds(shape))
+    asked = decoding(4) + shape_of_row(0, 128)
+    for seconds in (1e-4, 1e-12, math.nan, math.inf, 0.0, -1.0):
+        fitted.note(asked, seconds)
+        assert fitted.seconds(asked) == pytest.approx(LINE.seconds(asked), rel=0.3), seconds
+
+
+@pytest.mark.parametrize("start", [1_000, 70_000, 131_071])
+def test_what_fits_far_into_a_prompt_does_not_depend_on_who_asked_before(start: int) -> None:
+    sizer = sizer_of(100)
+    sizer.begin(decoding(2))
+    alone = sizer.weight(start)
+    for other in (start // 2 + 1, start - 1, start + 1, 2 * start):
+        sizer.begin(decoding(2))
+        sizer.weight(other)
+        assert sizer.weight(start) == alone
+    fits = int(sizer.begin(decoding(2)) / alone)
+    assert fits == 1 or LINE.seconds(decoding(2) + shape_of_row(start, fits)) <= 0.101
 
 
 def test_nothing_is_expected_before_a_few_steps_were_seen() -> None:
