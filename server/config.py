@@ -272,7 +272,9 @@ def check_ascending(value: tuple[int, ...]) -> None:
 
 COUNTS = Kind(
     metavar="N,N",
-    parse=lambda text: tuple(parse_count(each) for each in re.split(r"[,\s]+", text.strip()) if each),
+    parse=lambda text: tuple(
+        parse_count(each) for each in re.split(r"[,\s]+", text.strip()) if each not in ("", "none")
+    ),
     check=check_ascending,
 )
 
@@ -453,7 +455,8 @@ GROUPS: Mapping[str, tuple[Flag, ...]] = {
             "--length-lanes",
             "scheduler.lane_tokens",
             COUNTS,
-            "where lanes of long prompts begin, by tokens to compute; lanes share a step's prompt tokens equally",
+            "where lanes of long prompts begin, by tokens to compute, or none; each lane has an equal part of the time "
+            "that a step has for prompts",
         ),
         flag(
             "--target-itl-ms",
@@ -699,7 +702,7 @@ def help_text(width: int = 100) -> str:
         "XDG_CACHE_HOME (in place of ~/.cache), OMP_WAIT_POLICY, and HF_HOME, HF_TOKEN and HF_HUB_OFFLINE of the hub. "
         "Sizes take k, m, g (thousands) and K, M, G "
         "(powers of two). Exit codes: 0 clean, 1 the engine failed, 2 something to change before it can start, "
-        "130 after a second Ctrl-C.",
+        "130 after a second Ctrl-C (143 SIGTERM).",
         width,
     )
     return "\n".join([*lines, "", EXAMPLES])

@@ -25,6 +25,7 @@ from server.step import PageKind
 DEFAULT_PRESET = "mimo-v2.5-pro"
 MOST_GB = 100_000
 MOST_PAGE_TOKENS = 128
+CHUNK_TOKENS = 2_048
 CURVE = (0.25, 0.5, 1.0, 2.0, 4.0)
 """Budgets of a plot, as multiples of the one that is asked for."""
 
@@ -63,7 +64,7 @@ def simulate(arguments: Sequence[str]) -> int:
         trace=trace,
         shape=shape_named(options.model_config),
         page_tokens=page_tokens_of(trace, options.page_tokens),
-        chunk_tokens=options.chunk_tokens,
+        chunk_tokens=options.chunk_tokens or CHUNK_TOKENS,
         policy=CachePolicy(
             rebuild=not options.no_rebuild,
             branches=not options.no_branches,
@@ -209,7 +210,12 @@ def _parser() -> argparse.ArgumentParser:
     add("--plot", type=Path, metavar="PATH", help="picture of the hit rate over budgets; with --serve, of TTFTs")
     add("--limit", type=_count, metavar="N", help="only the first N requests")
     add("--page-tokens", type=_count, metavar="N", help="tokens of a page (default: 128, or a block of the trace)")
-    add("--chunk-tokens", type=_count, default=2048, metavar="N", help="prompt tokens of a step (default %(default)s)")
+    add(
+        "--chunk-tokens",
+        type=_count,
+        metavar="N",
+        help=f"prompt tokens of a step (default {CHUNK_TOKENS:,}); with --serve, see --long-prefill-token-threshold",
+    )
     rules = parser.add_argument_group("to see what a rule is worth, without it")
     rules.add_argument(
         "--no-rebuild", action="store_true", help="a prefix whose window is gone is lost up to a snapshot"

@@ -55,7 +55,7 @@ class Waits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figures:
-    """What a policy made of a trace. Shares are from 0 to 1. prompt_share: of the time in which prompts were computed.
+    """What a policy made of a trace. Shares are from 0 to 1. prompt_share: of the time, in steps with prompt tokens.
 
     overtaken_late: requests that were overtaken by one that came more than (their prompt's tokens /
     forgiven_tokens_per_s) after them; overtaken_late_at_arrival: the same with the tokens that they had to compute when

@@ -35,7 +35,7 @@ def tokens_left(
 
 def least_work_s(trace: Trace, left: Sequence[float], cost: StepCost, scheduler: SchedulerConfig) -> float:
     """What the device needs for all that is left, if every step were as full as any may be: of tokens, or of answers.
-    No order of requests takes less, as long as it hits as much of the cache."""
+    About the least: where steps do not cost in proportion, unequal ones might take a little less."""
     all_of_it = NO_ROWS
     for request, tokens in zip(trace.requests, left, strict=True):
         computed = math.ceil(tokens)

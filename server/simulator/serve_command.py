@@ -49,7 +49,7 @@ model says. All policies have the same cache, pieces and lanes. What is printed,
                                     its own times, so they are the same for every policy
   hit rate (hit_rate)               prompt tokens that were not computed
   busy (busy_share)                 of the time in which the device computed; with one answer it computes all the time,
-                                    so this says little of what it could do: see --load
+                                    so this says little of what it could do: see --load. Steps need not be full
   overtaken too late (overtaken_late)   how many requests were overtaken by one that came more than its tokens divided
                                     by --forgiven-tokens-per-s after it; uncached-first promises 0. In brackets
                                     (overtaken_late_at_arrival): by the tokens it had to compute when it came; they
@@ -128,8 +128,10 @@ def add_serving(parser: argparse.ArgumentParser) -> None:
 
 
 def check_serving(options: argparse.Namespace) -> None:
-    """Raises StartupError for what has no meaning without --serve."""
+    """Raises StartupError for what has no meaning with --serve, or without it."""
     if options.serve:
+        if options.chunk_tokens is not None:
+            raise StartupError("--chunk-tokens has no meaning with --serve: use --long-prefill-token-threshold")
         return
     for name in ("--policy", "--cost-model", "--load", "--closed-loop", *(flag.names[0] for flag in FLAGS)):
         if getattr(options, name.removeprefix("--").replace("-", "_")) is not None:
@@ -162,7 +164,12 @@ def compare(
     with tqdm(total=(1 + len(policies)) * len(trace.requests), unit="req", disable=quiet) as bar:
         bar.set_description("what is left")
         left = tokens_left(
-            trace, layout, rebuild, setting.policy, chunk_tokens=setting.chunk_tokens, progress=bar.update
+            trace,
+            layout,
+            rebuild,
+            setting.policy,
+            chunk_tokens=plan.scheduler.prefill_chunk_tokens,
+            progress=bar.update,
         )
         work_s = least_work_s(trace, left, cost, plan.scheduler)
         factor = 1.0 if plan.load is None else time_factor(trace, work_s, plan.load)

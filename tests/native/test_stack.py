@@ -116,6 +116,25 @@ def test_a_decode_over_a_long_context_is_cut_among_threads_and_changes_no_bit(
         assert torch.equal(ordered, by_position)
 
 
+@pytest.mark.parametrize("name", ["llama", "mimo_pro", "gpt_oss"])
+@pytest.mark.parametrize("tokens", [5, 16, 33, 100])
+def test_a_short_piece_of_a_long_prompt_is_cut_among_threads_and_changes_no_bit(
+    name: str, tokens: int, make_kernels: MakeKernels
+) -> None:
+    """Its queries go to the threads in blocks of another size than one thread takes, beside decodes and alone."""
+    spec = SPECS[name]()
+    weights = random_weights(spec)
+    prompt, *others = texts_of(1_200, 300, 40)
+    runs = []
+    for threads, alone in ((1, True), (2, True), (2, False), (3, False), (8, True), (16, False)):
+        sequences = native_sequences(spec, weights, make_kernels(threads), page_tokens=16, tokens=2_000)
+        sequences.step([(0, prompt[:-tokens]), *((slot, text[:-1]) for slot, text in enumerate(others, 1))])
+        decodes = [] if alone else [(slot, text[-1:]) for slot, text in enumerate(others, 1)]
+        *_, piece = sequences.step([*decodes, (0, prompt[-tokens:])])
+        runs.append(piece)
+    assert all(torch.equal(each, runs[0]) for each in runs)
+
+
 def test_several_thousand_keys_are_as_close_to_fp32_as_the_reference(make_kernels: MakeKernels) -> None:
     spec = SPECS["gpt_oss"]()
     weights = random_weights(spec)

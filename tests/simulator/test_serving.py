@@ -369,6 +369,7 @@ def test_the_command_draws_how_long_requests_wait(tmp_path: Path, capsys: pytest
         (["--load", "0.5"], "--load needs --serve"),
         (["--max-num-seqs", "5"], "--max-num-seqs needs --serve"),
         (["--closed-loop"], "--closed-loop needs --serve"),
+        (["--serve", "--chunk-tokens", "64"], "--chunk-tokens has no meaning with --serve"),
         (["--serve", "--load", "0.5", "--limit", "1"], "all of them come at the same time"),
     ],
 )
