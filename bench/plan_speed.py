@@ -89,15 +89,18 @@ class Load:
         )
         self.now = 0.0
         self.shared = self.rng.integers(0, 1_000, self.shared_tokens if self.alike else 0)
-        for number in tqdm(range(self.waiting), desc="requests", leave=False):
-            self.submit(number)
+        self.submitted = 0
+        with tqdm(total=self.waiting, desc="requests", leave=False) as bar:
+            while self.scheduler.waiting < self.waiting:
+                self.submit()
+                bar.update()
 
-    def submit(self, number: int) -> None:
+    def submit(self) -> None:
         own = self.rng.integers(0, 1_000, int(self.rng.integers(1, 2 * self.own_tokens)))
         ids = np.concatenate((self.shared, own))
         self.scheduler.submit(
             GenerationRequest(
-                request_id=RequestId(f"{number}"),
+                request_id=RequestId(f"{self.submitted}"),
                 prompt_tokens=tuple(ids.tolist()),
                 sampling=SamplingParams(),
                 stop=StopRules(max_tokens=200),
@@ -112,9 +115,12 @@ class Load:
                 ),
             )
         )
+        self.submitted += 1
         self.now += 1e-4
 
     def step(self) -> Step:
+        while self.scheduler.waiting < self.waiting:
+            self.submit()
         started = time.thread_time()
         plan = self.scheduler.plan(self.now)
         planned = time.thread_time()

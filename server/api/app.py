@@ -31,7 +31,7 @@ from server.api.call import Call, api_keys, ignored_header
 from server.api.chat import ChatStream, Head, StreamUsage, chat_completion
 from server.api.completions import CompletionStream, text_completion
 from server.api.context import ApiContext
-from server.api.errors import HttpRefusal, NotServed, wire_error
+from server.api.errors import SERVER_ERROR, HttpRefusal, NotServed, wire_error
 from server.api.fields import Json
 from server.api.logprobs import ChatReport, LegacyReport, NoReport
 from server.api.parse_chat import parse_chat
@@ -139,7 +139,8 @@ class Api:
             error = _routing_refusal(call, error)
         wire = wire_error(error, request_id=call.request_id)
         if isinstance(error, Overloaded):
-            wire = replace(wire, status=self._ctx.http.overload_status)
+            status = self._ctx.http.overload_status
+            wire = replace(wire, status=status, type=wire.type if status == 429 else SERVER_ERROR)
         elif wire.status >= 500 and not isinstance(error, (Unavailable, RequestTimeout)):
             logger.error("event=internal_error request_id=%s", call.request_id, exc_info=error)
         if isinstance(error, (Overloaded, Unavailable, TooLong)) and wire.code is not None:

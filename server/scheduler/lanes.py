@@ -6,12 +6,10 @@ import bisect
 import itertools
 from collections.abc import Sequence
 
-LANE_TOKENS = (64 * 1024, 256 * 1024, 1024 * 1024)
-"""A prompt with fewer tokens to compute than the first is in lane 0, and so on; the last lane has no end."""
-
 
 def lane_of(tokens: float, lanes: Sequence[int]) -> int:
-    """lanes: ascending bounds."""
+    """lanes: ascending bounds. A prompt with fewer tokens to compute than the first is in lane 0, and so on; the last
+    lane has no end."""
     return bisect.bisect_right(lanes, tokens)
 
 

@@ -9,11 +9,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from server.scheduler.lanes import LANE_TOKENS, lane_names, lane_of
+from server.config import SchedulerConfig
+from server.scheduler.lanes import lane_names, lane_of
 from server.simulator.serving import Answer, Served
 
 SHORT_TOKENS = 4 * 1024
 COLD_TOKENS = 16 * 1024
+LANE_TOKENS = SchedulerConfig().lane_tokens
 LONG_TOKENS = LANE_TOKENS[0]
 EVERYBODY, SHORT, COLD, LONG = "all", "short", "cold-long", "64K and more"
 KINDS: Mapping[str, str] = {

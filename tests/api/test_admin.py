@@ -91,6 +91,7 @@ async def test_a_full_queue_may_be_answered_with_503_for_routers(make_client: Ma
     )
     answer = await client.chat()
     assert (answer.status_code, error_of(answer)["code"]) == (503, "server_overloaded")
+    assert error_of(answer)["type"] == "server_error"
     assert answer.headers["retry-after"] == "2"
 
 

@@ -4,7 +4,11 @@ import random
 
 import pytest
 
-from server.scheduler.lanes import LANE_TOKENS, lane_names, lane_of, share
+from server.config import BY_NAME, SchedulerConfig
+from server.scheduler.lanes import lane_names, lane_of, share
+from server.scheduler.priority import POLICIES
+
+LANE_TOKENS = SchedulerConfig().lane_tokens
 
 
 @pytest.mark.parametrize("seed", range(200))
@@ -37,3 +41,11 @@ def test_a_lane_begins_at_its_bound_and_has_a_name() -> None:
     assert lane_names(LANE_TOKENS) == ("0-64K", "64K-256K", "256K-1M", "1M-")
     assert lane_names((1_000,)) == ("0-1000", "1000-")
     assert lane_names(()) == ("0-",)
+
+
+def test_every_policy_can_be_asked_for_and_no_other() -> None:
+    kind = BY_NAME["--scheduling-policy"].kind
+    for name in POLICIES:
+        kind.check(kind.parse(name))
+    with pytest.raises(ValueError, match=", ".join(POLICIES)):
+        kind.check(kind.parse("lifo"))
