@@ -447,10 +447,17 @@ class Scheduler:
         )
 
     def _part(self, lane: int, sequence: Sequence, pending: int) -> _Part:
-        """Of a prompt with so many tokens left to compute."""
+        """Of a prompt with so many tokens left to compute. Its rank forgives nothing, or a long prompt that is nearly
+        done would keep all short ones waiting: the oldest has a part in any case."""
+        request = sequence.request
+        rank = self._policy.base(
+            tokens=pending,
+            arrival_s=0.0 if self._policy.counts_tokens else request.arrival_s,
+            forgiven_tokens_per_s=self._rate,
+            priority=request.priority,
+        )
         weight = self._sizer.weight(sequence.known_tokens - pending)
-        rank = self._base(sequence, pending)
-        return _Part(lane, rank, sequence.request.arrival_s, min(pending, self._chunk_tokens), weight)
+        return _Part(lane, rank, request.arrival_s, min(pending, self._chunk_tokens), weight)
 
     def _part_of_head(self, sequence: Sequence, saved: float) -> _Part:
         effective = max(1, math.ceil(sequence.known_tokens - saved))
