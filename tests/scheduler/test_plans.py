@@ -359,7 +359,7 @@ def test_a_long_prompt_that_is_nearly_done_keeps_no_short_one_waiting() -> None:
     long = house.submit("long", tuple(rng.choices(range(3), k=3_000)), outputs=1)
     number = 0
     while not house.outputs[long][0].tokens:
-        short = house.submit(f"short{number}", tuple(rng.choices(range(3), k=50)), outputs=1)
+        short = house.submit(f"short{number}", tuple(rng.choices(range(3), k=20)), outputs=1)
         house.step()
         assert house.outputs[short][0].tokens, f"it waits while {house.scheduler!r}"
         number += 1
