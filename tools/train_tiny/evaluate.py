@@ -139,12 +139,14 @@ def main() -> None:
     from tools.train_tiny.export import load_network
 
     parser = argparse.ArgumentParser(description="Measure a trained model's folder on held-out conversations.")
-    parser.add_argument("folder", type=Path)
+    parser.add_argument("folder", type=Path, help="as the training exports it, or models/twinpane-tiny")
     parser.add_argument("--samples", type=int, default=500, help="conversations (default %(default)s)")
     parser.add_argument("--seed", type=int, default=1_000)
     parser.add_argument("--shortest", type=int, default=64, help="tokens (default %(default)s)")
     parser.add_argument("--longest", type=int, default=2560, help="tokens (default %(default)s)")
     wanted = parser.parse_args()
+    if not (wanted.folder / "config.json").is_file():
+        parser.error(f"{wanted.folder} holds no model: train one first, or give models/twinpane-tiny")
     held_out = samples(wanted.seed, shortest=wanted.shortest, longest=wanted.longest, held_out=True)
     for line in evaluate(load_network(wanted.folder), islice(held_out, wanted.samples)).lines():
         print(line)
