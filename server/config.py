@@ -272,8 +272,8 @@ def check_ascending(value: tuple[int, ...]) -> None:
 
 COUNTS = Kind(
     metavar="N,N",
-    parse=lambda text: tuple(
-        parse_count(each) for each in re.split(r"[,\s]+", text.strip()) if each not in ("", "none")
+    parse=lambda text: (
+        () if text.strip() == "none" else tuple(parse_count(each) for each in re.split(r"[,\s]+", text.strip()) if each)
     ),
     check=check_ascending,
 )

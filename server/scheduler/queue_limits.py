@@ -87,7 +87,7 @@ class _Client:
 
 
 class _LeastServed:
-    """Of the clients that count, the one for whom the least was computed; of equals, who came first.
+    """Of the clients that count, the one for whom the least was computed; of equals, one.
 
     What is computed for a client only grows, so an entry of the heap may be old: it is corrected when it comes to the
     top. Owner: FairShares.
@@ -104,6 +104,12 @@ class _LeastServed:
         if id(of) not in self._entered:
             self._entered.add(id(of))  # of one that is in the heap, and so alive
             heapq.heappush(self._heap, (of.served, next(self._numbers), of))
+
+    def forget(self) -> None:
+        """Those who do not count, wherever they are."""
+        self._heap = [each for each in self._heap if self._counts(each[2])]
+        heapq.heapify(self._heap)
+        self._entered = {id(of) for _, _, of in self._heap}
 
     def first(self) -> _Client | None:
         while self._heap:
@@ -203,6 +209,8 @@ class FairShares:
         if now - self._forgot_s < FORGETTING_S:
             return
         self._forgot_s = now
+        self._waiting.forget()
+        self._present.forget()
         self._clients = {
             name: of for name, of in self._clients.items() if of.is_present or now - of.asked_s <= RECENT_S
         }

@@ -663,6 +663,8 @@ class Scheduler:
         self._expect(sequence)
         effective = sequence.known_tokens - self._cache.waiting.saved(sequence.id)
         sequence.lane = lane_of(effective, self._config.lane_tokens)
+        if len(self._cache.waiting) > len(self._free_slots):
+            self._drain.note(now, left=0, waiting=len(self._cache.waiting))
         sequence.plans_before = self._plans
         self._queued_tokens += sequence.known_tokens
         self._queued_in_lane[sequence.lane] += 1
@@ -678,8 +680,9 @@ class Scheduler:
         self._queued_in_lane[sequence.lane] -= 1
 
     def _note_left(self, sequence: Sequence, now: float) -> None:
-        """It left the queue. Only who was not taken the first time is part of how fast it drains."""
-        waited = self._plans > sequence.plans_before
+        """It left the queue. How fast that drains is told by those who were not taken the first time, and not by who
+        came back to it by a preemption."""
+        waited = self._plans > sequence.plans_before and not sequence.epoch
         self._drain.note(now, left=int(waited), waiting=len(self._cache.waiting))
 
     def _adapt_rate(self) -> None:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import bisect
-import statistics
-from collections import deque
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
@@ -85,12 +84,7 @@ class FittedCost:
 
     Recursive least squares with forgetting (Haykin, Adaptive Filter Theory, chapter on RLS) of relative errors: each
     step counts with 1 / its seconds, so that short ones are predicted as well as long ones. Coefficients below zero
-    make no sense and count as zero.
-
-    A machine that becomes slower would be noticed late like that, since faster steps weigh more. So when most of the
-    last few steps took far longer or far less than the line says, all expectations are multiplied by as much. And no
-    step counts as if it had taken less than a part of what was expected: one alone must not spoil the line.
-    Owner: Scheduler.
+    make no sense and count as zero. Owner: Scheduler.
     """
 
     FORGET = 0.995
@@ -98,17 +92,12 @@ class FittedCost:
     LEAST_STEPS = 8
     SCALES = np.array([1e-2, 1e-3, 1e-3, 1e-6])
     """About the size of the coefficients, in s: so that one prior does for all."""
-    RECENT_STEPS = 5
-    FAR_OFF = 1.5
-    LEAST_OF_EXPECTED = 0.5
 
     def __init__(self) -> None:
         self._weights = np.zeros(4)
         self._covariance = np.eye(4) * self.FIRST_VARIANCE
         self._steps = 0
         self._line: FixedCost | None = None  # until the next step is noted
-        self._recent: deque[tuple[StepShape, float]] = deque(maxlen=self.RECENT_STEPS)
-        self._pace = 1.0
 
     def __repr__(self) -> str:
         step_s, row_s, token_s, read_s = self._weights * self.SCALES
@@ -122,14 +111,11 @@ class FittedCost:
         return self._line
 
     def seconds(self, shape: StepShape) -> float:
-        return self._pace * self.line.seconds(shape) if self._steps >= self.LEAST_STEPS else 0.0
+        return self.line.seconds(shape) if self._steps >= self.LEAST_STEPS else 0.0
 
     def note(self, shape: StepShape, seconds: float) -> None:
-        if not seconds > 0:
+        if not 0 < seconds < math.inf:
             return
-        self._recent.append((shape, seconds))
-        if self._steps >= self.LEAST_STEPS:
-            seconds = max(seconds, self.LEAST_OF_EXPECTED * self.line.seconds(shape))
         inputs = np.array([1.0, shape.rows, shape.tokens, shape.context_reads]) * self.SCALES / seconds
         moved = self._covariance @ inputs
         scale = self.FORGET + inputs @ moved
@@ -139,14 +125,6 @@ class FittedCost:
         # What is not excited must not be forgotten without end.
         self._covariance = covariance if covariance.trace() < 1e8 else np.eye(4)
         self._steps += 1
-        self._pace = self._far_off()
-
-    def _far_off(self) -> float:
-        """By which factor most of the last steps took longer than the line says, or shorter; 1 if it is near."""
-        factors = [seconds / max(self.line.seconds(shape), 1e-12) for shape, seconds in self._recent]
-        middle = statistics.median(factors)
-        is_near = len(factors) < self.RECENT_STEPS or 1 / self.FAR_OFF < middle < self.FAR_OFF
-        return 1.0 if is_near else middle
 
 
 def chunk_sizes(page_tokens: int, most_tokens: int) -> list[int]:

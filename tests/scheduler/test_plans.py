@@ -295,6 +295,21 @@ def test_a_request_that_takes_too_long_ends_with_an_error_wherever_it_is() -> No
     house.assert_empty()
 
 
+def test_who_fills_a_queue_while_a_step_runs_is_told_that_it_stands_still() -> None:
+    house = house_of(layout(slabs=400), random.Random(0), max_sequences=1, max_queued_requests=3)
+    house.submit("runs", (1, 2), outputs=5)
+    assert house.scheduler.plan(0.0) is not None
+    house.now = 0.01
+    for number in range(3):
+        house.submit(f"{number}", (1, 2), outputs=5)
+    told = []
+    for now in (1.0, 10.0, 29.0):
+        with pytest.raises(Overloaded) as refusal:
+            house.scheduler.check_room(now)
+        told.append(refusal.value.retry_after_s)
+    assert told[0] > 0.3 and told[1] > 3 and told[2] > 8
+
+
 def test_prompts_that_wait_are_bounded_in_tokens_but_one_may_always_wait() -> None:
     rng = random.Random(0)
     house = house_of(layout(slabs=400), rng, max_sequences=1, max_queued_tokens=100)

@@ -151,6 +151,17 @@ def test_a_client_may_fill_the_queue_alone_and_half_of_it_beside_another_who_ask
     assert len(shares) == 1
 
 
+def test_who_left_is_forgotten_though_somebody_with_less_waits_all_the_time() -> None:
+    shares = FairShares()
+    shares.arrived("stays", 0.0)
+    for number in range(5_000):
+        shares.arrived(number, number / 10)
+        shares.left(number, waited=True, now=number / 10)
+        assert shares.next() == "stays"
+    assert len(shares) <= 10 * RECENT_S + 20
+    assert max(len(shares._waiting._heap), len(shares._present._heap)) <= 20
+
+
 def test_who_left_is_forgotten() -> None:
     shares = FairShares()
     for number in range(1_000):

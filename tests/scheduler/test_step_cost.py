@@ -56,31 +56,29 @@ def mixed(rng: random.Random) -> StepShape:
     return shape + shape_of_row(rng.randrange(2_000), rng.choice([16, 64, 256])) if rng.random() < 0.5 else shape
 
 
-@pytest.mark.parametrize("factor", [0.2, 2.0, 4.0, 10.0, 100.0])
-def test_a_machine_that_becomes_slower_or_faster_is_known_after_a_few_steps(factor: float) -> None:
-    rng, fitted = random.Random(0), FittedCost()
-    for _ in range(500):
-        shape = mixed(rng)
-        fitted.note(shape, LINE.seconds(shape) * rng.lognormvariate(0, 0.08))
-    asked = decoding(4) + shape_of_row(0, 128)
-    found = []
-    for _ in range(1_500):
-        shape = mixed(rng)
-        fitted.note(shape, factor * LINE.seconds(shape) * rng.lognormvariate(0, 0.08))
-        found.append(fitted.seconds(asked) / (factor * LINE.seconds(asked)))
-    assert all(0.4 < each < 2.5 for each in found[8:])
-    assert all(0.5 < each < 2.0 for each in found[100:])
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("rows", [1, 4, 16, 64])
+def test_the_line_is_found_though_few_steps_have_prompts_and_all_have_as_many_answers(rows: int, seed: int) -> None:
+    """What rows and the step itself cost cannot be told apart there, and need not be."""
+    rng, fitted = random.Random(seed), FittedCost()
+    for _ in range(800):
+        shape = decoding(rows, 2_000)
+        if rng.random() < 0.1:
+            shape += shape_of_row(rng.randrange(2_000), rng.choice([64, 512, 1_000]))
+        fitted.note(shape, LINE.seconds(shape) * rng.lognormvariate(0, 0.02))
+    for shape in (decoding(rows, 2_000), decoding(rows, 2_000) + shape_of_row(500, 500)):
+        assert fitted.seconds(shape) == pytest.approx(LINE.seconds(shape), rel=0.5)
 
 
-def test_one_step_that_was_impossibly_short_or_has_no_time_changes_little() -> None:
+def test_a_step_without_a_time_teaches_nothing() -> None:
     rng, fitted = random.Random(0), FittedCost()
     for _ in range(500):
         shape = mixed(rng)
         fitted.note(shape, LINE.seconds(shape))
-    asked = decoding(4) + shape_of_row(0, 128)
-    for seconds in (1e-4, 1e-12, math.nan, math.inf, 0.0, -1.0):
-        fitted.note(asked, seconds)
-        assert fitted.seconds(asked) == pytest.approx(LINE.seconds(asked), rel=0.3), seconds
+    before = repr(fitted)
+    for seconds in (math.nan, math.inf, 0.0, -1.0):
+        fitted.note(mixed(rng), seconds)
+    assert repr(fitted) == before
 
 
 @pytest.mark.parametrize("start", [1_000, 70_000, 131_071])
